@@ -40,7 +40,7 @@ def add_parser(subjects: Any) -> None:
         help="variants, separated by commas: best_stock, rules of other systems, modes as in `bench model --mode`, or "
         "default: all that apply (default)",
     )
-    parser.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of each kind (%(default)s)")
+    parser.add_argument("--layers", type=int, default=2, metavar="N", help="blocks of each kind (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved runs of each step (%(default)s)")
     parser.add_argument("--dilation", type=float, metavar="D", help="dilation (default: by bytes and cores)")
     parser.add_argument(

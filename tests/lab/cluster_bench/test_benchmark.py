@@ -206,6 +206,7 @@ def test_a_machine_without_namespaces_is_an_error_before_anything_starts(
 
     monkeypatch.setattr(benchmark, "check_machine", fail)
     options = ["bench", "cluster", "--machine", "dgx-h100", "--nodes", "1", "--model", "wan", "--resolution", "480"]
+    options += ["--layers", "1"]  # of the step made by hand
     assert cli.main(options) == 2
     assert capsys.readouterr().err == "cocodiff: this machine permits no user namespaces\n"
     assert calls == []

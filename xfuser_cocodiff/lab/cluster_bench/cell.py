@@ -25,7 +25,7 @@ class Cell:
     batch: int = 1
     """Number of images or videos."""
     blocks: int = 1
-    """Blocks of each kind that are emulated; they stand for all blocks of their kind."""
+    """Blocks of each kind that are emulated; the last stands for all further ones."""
     text_tokens: int | None = None
     """Text tokens of the prompt; None for the pipeline's, or the largest number below that xDiT can shard."""
 

@@ -1,5 +1,10 @@
-"""What holds for all blocks of a model, from the recorded ones: step times and numbers of a step."""
+"""What holds for all blocks of a model, from the recorded ones: step times and numbers of a step.
 
+The last recorded block of a kind stands for all further ones. The first is slower where launches decide: small kernels
+come before it, so the host is not ahead of the device as it is from then on.
+"""
+
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,17 +15,17 @@ from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 
 
 def full_step_seconds(cell: Cell, counts: Mapping[str, int], outcome: Outcome) -> float:
-    """Return the time of a step with all blocks: the recorded blocks stand for all of their kind.
+    """Return the time of a step with all blocks.
 
     Args:
         cell: the cell.
         counts: number of blocks of each kind in the real model.
         outcome: step of the recorded blocks.
     """
-    total = cell.workload.calls * outcome.seconds
-    for kind, count in counts.items():
-        total += (1 - cell.blocks / count) * kind_seconds(cell, kind, count, outcome)
-    return total
+    further = (
+        (count - cell.blocks) * _duration(outcome.marks, kind, cell.blocks - 1) for kind, count in counts.items()
+    )
+    return cell.workload.calls * (outcome.seconds + sum(further))
 
 
 def kind_seconds(cell: Cell, kind: str, count: int, outcome: Outcome) -> float:
@@ -32,8 +37,14 @@ def kind_seconds(cell: Cell, kind: str, count: int, outcome: Outcome) -> float:
         count: number of them in the real model.
         outcome: step of the recorded blocks.
     """
-    durations = [_duration(outcome.marks, kind, index) for index in range(cell.blocks)]
-    return cell.workload.calls * sum(durations) * count / cell.blocks
+    durations = (_duration(outcome.marks, kind, index) for index in range(cell.blocks))
+    weights = (1 + further for further in _further(cell, count))
+    return cell.workload.calls * sum(map(operator.mul, weights, durations))
+
+
+def _further(cell: Cell, count: int) -> list[int]:
+    """Return for how many further blocks each recorded block of a kind stands, of which a model has `count`."""
+    return [0] * (cell.blocks - 1) + [count - cell.blocks]
 
 
 @dataclass(frozen=True)
@@ -56,22 +67,22 @@ def full_step_totals(cell: Cell, counts: Mapping[str, int], program: Program) ->
     """Return what a rank does in a step with all blocks; see :func:`full_step_seconds`."""
     parts: list[_Part] = [(1.0, Counts(0.0, 0.0, 0, 0), program.counts_so_far())]
     for kind, count in counts.items():
-        parts += _block_parts(cell, kind, program, count / cell.blocks - 1)
+        parts += _block_parts(kind, program, _further(cell, count))
     return _totals(cell, program, parts)
 
 
 def kind_totals(cell: Cell, kind: str, count: int, program: Program) -> StepTotals:
     """Return what a rank does in all blocks of a kind in a step; see :func:`kind_seconds`."""
-    return _totals(cell, program, _block_parts(cell, kind, program, count / cell.blocks))
+    return _totals(cell, program, _block_parts(kind, program, [1 + further for further in _further(cell, count)]))
 
 
 _Part = tuple[float, Counts, Counts]
 """Part of a recorded step: how often it counts, and what the step has done at its begin and at its end."""
 
 
-def _block_parts(cell: Cell, kind: str, program: Program, weight: float) -> list[_Part]:
-    names = [f"{kind} {index}" for index in range(cell.blocks)]
-    return [(weight, program.counts[f"{name} begin"], program.counts[f"{name} end"]) for name in names]
+def _block_parts(kind: str, program: Program, weights: Sequence[int]) -> list[_Part]:
+    names = ((weight, f"{kind} {index}") for index, weight in enumerate(weights))
+    return [(weight, program.counts[f"{name} begin"], program.counts[f"{name} end"]) for weight, name in names]
 
 
 def _totals(cell: Cell, program: Program, parts: Sequence[_Part]) -> StepTotals:
