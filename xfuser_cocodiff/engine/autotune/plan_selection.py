@@ -143,9 +143,10 @@ def _plans_of(config: CocoDiffConfig) -> list[Plan] | None:
 
 def _may_gather(config: CocoDiffConfig, partition: AxisPartition) -> bool:
     """Return whether coded layers may gather K and V along the slow axes, by the settings."""
-    if not partition.has_outermost_slow or config.mode == PAPER:  # the paper has no gather
+    names = partition.slow_axis_names
+    if not planner.has_outermost(config.topology, names) or config.mode == PAPER:  # the paper has no gather
         return False
-    return config.plan is None or config.plan.gathered_axes == partition.slow_axis_names
+    return config.plan is None or config.plan.gathered_axes == names
 
 
 def _lossless_gathered_axes(config: CocoDiffConfig, profile: Profile | None, device: torch.device) -> tuple[str, ...]:

@@ -43,13 +43,6 @@ class AxisLayout:
         """Indices of the slow axes, then of the fast ones."""
         return [*self.slow_indices, *(index for index in range(len(self.shape)) if index not in self.slow_indices)]
 
-    @property
-    def has_outermost_slow(self) -> bool:
-        """Whether the slow axes are the outermost ones, so that each of their coordinates holds adjacent tokens."""
-        moving = [index for index, size in enumerate(self.shape) if size > 1]
-        slow = [index for index in moving if index in self.slow_indices]
-        return slow == moving[: len(slow)]
-
     @functools.cached_property
     def ranks_by_slow_index(self) -> list[list[int]]:
         """Ranks of the mesh at each coordinate of the slow axes, S lists of F ranks."""

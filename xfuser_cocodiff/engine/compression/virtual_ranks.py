@@ -22,6 +22,7 @@ from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, active_tokens_for, codec_for, is_finite
+from xfuser_cocodiff.engine.topology.planner import has_outermost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 _HEAD_DIM, _TOKEN_DIM = 1, 2
@@ -56,7 +57,7 @@ class VirtualRanks:
     @property
     def gather_layout(self) -> AxisLayout | None:
         """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
-        may_gather = self.may_gather and not self.is_ring and self._layout.has_outermost_slow
+        may_gather = self.may_gather and not self.is_ring and has_outermost(self.topology, self.slow_axes)
         return self._layout if may_gather else None
 
     def is_divisible(self, size: int) -> bool:
