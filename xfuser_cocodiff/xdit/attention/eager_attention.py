@@ -3,23 +3,21 @@
 Sizes in shapes: P ranks of a Ulysses group, B batch, H heads, S sequence, D head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, gather_is_tried
+from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, groups_to_compare
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
-from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -45,19 +43,11 @@ def early_value(value: torch.Tensor, session: Session) -> Handle | None:
 class AttentionInputs:
     """What attention needs of a call, for one way to divide its heads over ranks."""
 
-    query: torch.Tensor
-    """Q as it is sent, shape (B, H, S/P, D); joint tokens included."""
-    key: torch.Tensor
-    """K, as Q, possibly with fewer heads or another number of tokens."""
-    value: torch.Tensor
-    """V, as K."""
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Q, K and V as they are sent, shape (B, H, S/P, D) each; Q with joint tokens, K and V possibly with fewer heads or
+    another number of tokens."""
     attend_with: Callable[[LayerCodecs | None, str], Attend]
     """Returns the attention, given the codecs of a ring and the name of the layer."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q, K and V."""
-        return self.query, self.key, self.value
 
 
 def scheduled_attention(
@@ -120,39 +110,12 @@ def scheduled_attention(
                 "per-query mask, sparse, or xDiT's long-context attention); all-to-alls by heads run instead"
             )
         if can_gather and session.gather and session.runtime is None:
-            same_gathered = _check_gather(session, signature, name, inputs, inputs_for(session.gather), output, numbers)
+            gathered = inputs_for(session.gather)
+            tried = groups_to_compare(session, signature, inputs.tensors, gathered.tensors, numbers)
+            attend = gathered.attend_with(None, name)
+            same_gathered = compare_gathered(session, name, gathered.tensors, attend, output, tried)
         choose_schedules(signature, session, *inputs.tensors, check.is_same, same_gathered)
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
     mesh, groups = session.mesh_of(schedule), schedule.groups
     return ulysses_attention(*inputs.tensors, attend, mesh, groups, name, in_flight, layer_codecs, beside, gather)
-
-
-def _check_gather(
-    session: Session,
-    signature: LayerSignature,
-    name: str,
-    inputs: AttentionInputs,
-    gathered: AttentionInputs,
-    output: torch.Tensor,
-    numbers: Sequence[int],
-) -> dict[int, bool]:
-    """Check that attention with gathered K and V is bit-identical to all-to-alls by heads.
-
-    Returns:
-        The answer of this rank by number of head groups; empty where it is not tried.
-
-    Args:
-        session: active session.
-        signature: layer signature.
-        name: name of the layer.
-        inputs: inputs of all-to-alls by heads.
-        gathered: inputs where K and V are gathered.
-        output: O of all-to-alls by heads.
-        numbers: numbers of head groups that may save time.
-    """
-    if not gather_is_tried(session, signature, inputs.tensors, gathered.tensors):
-        return {}
-    heads = [tensor.shape[HEADS] // session.gather.num_fast for tensor in (gathered.query, gathered.key)]
-    tried = [1, *(number for number in numbers if not any(each % number for each in heads))]
-    return compare_gathered(session, name, gathered.tensors, gathered.attend_with(None, name), output, tried)

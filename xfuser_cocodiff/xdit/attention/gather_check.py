@@ -14,14 +14,15 @@ from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def gather_is_tried(
+def groups_to_compare(
     session: Session,
     signature: LayerSignature,
     tensors: Sequence[torch.Tensor],
     gathered_tensors: Sequence[torch.Tensor],
-) -> bool:
-    """Return whether lossless layers of a signature may gather K and V if their bits stay the same: where a plan says
-    so or an earlier process has chosen it, and where the planner expects to save time.
+    numbers: Sequence[int],
+) -> list[int]:
+    """Return the numbers of head groups by which lossless layers of a signature may gather K and V if their bits stay
+    the same: where a plan says so or an earlier process has chosen it, and where the planner expects to save time.
 
     All ranks that share a sequence must call this, and get the same answer.
 
@@ -30,17 +31,16 @@ def gather_is_tried(
         signature: layer signature.
         tensors: Q, K and V of a call as they are sent by heads, shape (B, H, S/P, D) each.
         gathered_tensors: the same as they are sent where K and V are gathered, perhaps with less zero padding.
+        numbers: numbers of head groups that may save time.
     """
-    if session.config.plan:
-        return True
-    cached = session.cached_schedule(signature)
-    if cached:
-        return cached.gathers_kv
-    pays_off = session.mesh.policy.gathers_kv
-    if pays_off is None:
-        return False
-    sizes = [[tensor.nbytes for tensor in each] for each in (tensors, gathered_tensors)]
-    return bool(session.all_reduce([float(pays_off(*sizes))], "min")[0])
+    is_tried, cached = bool(session.config.plan), session.cached_schedule(signature)
+    if not is_tried and cached:
+        is_tried = cached.gathers_kv
+    elif not is_tried and (pays_off := session.mesh.policy.gathers_kv):
+        sizes = [[tensor.nbytes for tensor in each] for each in (tensors, gathered_tensors)]
+        is_tried = bool(session.all_reduce([float(pays_off(*sizes))], "min")[0])
+    heads = [tensor.shape[HEADS] // session.gather.num_fast for tensor in gathered_tensors[:2]]
+    return [number for number in (1, *numbers) if is_tried and not any(each % number for each in heads)]
 
 
 def compare_gathered(

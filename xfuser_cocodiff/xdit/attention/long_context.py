@@ -126,7 +126,7 @@ class _AllToAll:
                 return attended.transpose(1, 2)
 
             in_flight = early_value(original_value, session)
-            inputs = AttentionInputs(query, key, value, lambda *_: attend)
+            inputs = AttentionInputs((query, key, value), lambda *_: attend)
             attended = scheduled_attention(lambda _: inputs, in_flight, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()

@@ -270,7 +270,7 @@ def _inputs(
     (query, key, value), arguments = _padded(query, key, value, arguments, degree)
     query = _join_query(query, key, value, arguments, gather)
     attend_with = functools.partial(_attention_function, arguments, ring, session.padding, gather)
-    return AttentionInputs(query, key, value, attend_with)
+    return AttentionInputs((query, key, value), attend_with)
 
 
 def _padded(
