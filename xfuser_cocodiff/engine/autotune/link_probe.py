@@ -12,12 +12,10 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.codecs import Codec, decode, encode
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
-from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.planner import stage_cost
@@ -147,18 +145,14 @@ class Probe:
         """Return the host time that encoding and decoding a tensor takes; 0 where the host itself computes."""
         if not devices.capabilities(self.device.type).is_asynchronous:
             return 0.0
-        values = torch.randn(2, 1, 1, _HOST_TOKENS, 2**7, device=self.device).to(torch.bfloat16)
-        targets = [torch.empty_like(values) for _ in "qkvo"]
-        link_states: dict = {}
+        values = torch.randn(NUM_SLOTS, 1, 1, _HOST_TOKENS, 2**7, device=self.device).to(torch.bfloat16)
+        layer, values_of, codecs = Loopback(), dict.fromkeys("qkvo", values), dict.fromkeys("qkvo", _HOST_CODEC)
 
         def code_layer() -> None:
-            layer_codecs = LayerCodecs(None, dict.fromkeys("qkvo", _HOST_CODEC), link_states, CodecStats())
-            for names in ("qkv", "o"):
-                message = Message(names, [values] * len(names), layer_codecs, ALL_HEADS, range(1))
-                message.decode(message.encode(), targets[: len(names)], lambda sent: sent)
+            layer.send(values_of, codecs)
 
         code_layer()  # the keyframe that creates the references
-        return self._fastest(code_layer, _HOST_CALLS) / len(targets)
+        return self._fastest(code_layer, _HOST_CALLS) / len(values_of)
 
     def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int, rounds: int | None = None) -> float:
         """Return the time of a message along a stage; `rounds` is given if the stage is warmed up."""

@@ -23,7 +23,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
-from xfuser_cocodiff.xdit.session import exchanges, host_description, ring_groups, usp_versions
+from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, usp_versions
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 
 _NO_SLOW_AXIS = (
@@ -117,6 +117,7 @@ def _start_virtual(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> 
         warn_once(
             "--cocodiff_virtual has no effect in compiled graphs: the run is lossless; leave out --use_torch_compile"
         )
+    config = kernel_check.with_checked_kernels(config, None)
     runtime = _virtual_runtime(config)
     if runtime is None:
         return Session(config, lossless_reason=_NO_SLOW_AXIS.format(config.virtual, config.mode))
@@ -163,6 +164,7 @@ def _route_attention_through_usp(pipeline: Any) -> None:
 
 def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool) -> Session:
     """Return the session of an engine whose ranks share a sequence."""
+    from xfuser.core.distributed import get_sp_group
     from yunchang.globals import PROCESS_GROUP
 
     group = PROCESS_GROUP.ULYSSES_PG
@@ -195,6 +197,7 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool) ->
         )
         warn_once(lossless_reason)
         config = replace(config, mode=EXACT)
+    config = kernel_check.with_checked_kernels(config, get_sp_group().cpu_group)
     # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
     may_gather = parallel.ring_degree == 1 and parallel.pp_degree == 1
     session = create_session(group, config, ring_group=ring_group, may_gather=may_gather)

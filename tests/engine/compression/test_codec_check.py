@@ -1,0 +1,100 @@
+"""The self-check: it passes the kernels of this machine, and finds each kind of mistake."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.compression import codec_check, codecs
+from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
+from xfuser_cocodiff.engine.settings.options import MODES
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def selected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Restore the kernels of this process after the test."""
+    monkeypatch.setattr(kernels, "_selected", [kernels.AUTO])
+    return kernels._selected
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_kernels_of_this_machine_pass(mode: str, selected: list[str]) -> None:
+    assert codec_check.failure(kernels.NUMBA, mode, None, CPU, tokens=64) is None
+    assert kernels._selected == [kernels.NUMBA]
+
+
+def test_bits_of_all_layers_of_a_tuned_schedule_are_checked(tmp_path: Path) -> None:
+    layers = {"a": dict.fromkeys("qkvo", (2, 4)), "b": {**dict.fromkeys("qkv", (1.6, NOT_SENT)), "o": (None, 1)}}
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps(BitAllocation((0.0, 0.5), layers, 8, 0.5, 50, "model", "test").to_json()))
+    runs = list(codec_check._schedules("balanced", f"@{file}"))
+    checked = {(codec.bits, codec.sends_nothing) for steps in runs for each in steps for codec in each.values()}
+    assert checked == {(8, False), (2, False), (4, False), (1.6, False), (None, True), (None, False), (1, False)}
+
+
+def flip_last_bit(values: torch.Tensor) -> torch.Tensor:
+    """Flip the last bit of one value."""
+    values.view(torch.int16).flatten()[-1] ^= 1
+    return values
+
+
+def shift(values: torch.Tensor) -> torch.Tensor:
+    return values.copy_(values.roll(1, dims=3))
+
+
+@pytest.mark.parametrize(
+    ("function", "mistake", "words"),
+    [
+        ("decode", flip_last_bit, "sender and receiver have different references"),
+        ("encode", lambda result: result._replace(reference=flip_last_bit(result.reference)), "different references"),
+        ("encode", lambda result: result._replace(error_energy=result.error_energy * 2), "errors"),
+        ("encode", lambda result: result._replace(gains=result.gains // 4), "gains"),
+    ],
+)
+def test_single_bits_and_figures_are_found(
+    monkeypatch: pytest.MonkeyPatch, function: str, mistake: Callable, words: str
+) -> None:
+    """Make the mistake where residuals are coded, as a compiler would in one of two kernels."""
+    from xfuser_cocodiff.engine.kernels import numba_kernels
+
+    original = getattr(numba_kernels, function)
+
+    def wrong(values: torch.Tensor, prediction: object, *rest: object) -> object:
+        result = original(values, prediction, *rest)
+        return mistake(result) if prediction is not None and prediction.previous is not None else result
+
+    monkeypatch.setattr(numba_kernels, function, wrong)
+    assert words in codec_check.failure(kernels.NUMBA, "balanced", None, CPU, tokens=64)
+
+
+def test_both_ends_with_the_same_mistake_differ_from_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode the next row's levels at both ends: references are equal, and wrong."""
+    from xfuser_cocodiff.engine.kernels import numba_kernels
+
+    for name in ("encode", "decode"):
+        original = getattr(numba_kernels, name)
+
+        def wrong(first: torch.Tensor, *rest: object, original: Callable = original, name: str = name) -> object:
+            result = original(first, *rest)
+            if name == "encode":
+                return result._replace(reference=shift(result.reference))
+            rest[3].copy_(rest[3].roll(1, dims=3))  # the target
+            return shift(result)
+
+        monkeypatch.setattr(numba_kernels, name, wrong)
+    reason = codec_check.failure(kernels.NUMBA, "fast", None, CPU, tokens=64)
+    assert "differ from those of PyTorch's kernels" in reason
+
+
+def test_errors_of_a_compiler_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no launcher\nfor this driver")
+
+    monkeypatch.setattr(codecs.kernels, "encode", fails)
+    reason = codec_check.failure(kernels.NUMBA, "balanced", None, CPU, tokens=64)
+    assert reason == "RuntimeError: no launcher"
