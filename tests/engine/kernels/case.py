@@ -8,6 +8,7 @@ from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     ActiveTokens,
+    Base,
     EncodeResult,
     Prediction,
     remote_slots,
@@ -66,7 +67,28 @@ class Case:
         mask = torch.zeros(scores.shape, dtype=torch.uint8).scatter_(-1, scores.topk(count, -1).indices, 1)
         return ActiveTokens(mask.to(DEVICE), tokens, count)
 
-    def encoded(self, kernel, *how: object, values: torch.Tensor | None = None, sends_gain: bool = False) -> Encoded:
+    def base(self, weight: float) -> Base:
+        """Return a base whose tokens lie outside of heads, as those of values do."""
+        links, groups, heads, tokens, dim = self.reference.shape
+        generator = torch.Generator().manual_seed(7)
+        values = torch.randn(links, groups, tokens, heads, dim, generator=generator)
+        return Base(values.to(self.reference.dtype).to(DEVICE).transpose(2, 3), weight)
+
+    def plus(self, base: Base) -> torch.Tensor:
+        """Return values whose difference to a base is the case's values, up to rounding; local slots hold NaN."""
+        whole = torch.full(self.values.shape, float("nan"), device=DEVICE)
+        difference = remote_slots(self.values, self.local_slots).float()
+        write_remote_slots(whole, difference + base.weight * base.values.float(), self.local_slots)
+        return torch.empty_like(self.values).copy_(whole)
+
+    def encoded(
+        self,
+        kernel,
+        *how: object,
+        values: torch.Tensor | None = None,
+        sends_gain: bool = False,
+        base: Base | None = None,
+    ) -> Encoded:
         """Encode into a payload between other bytes, check that these stay unchanged, and return both results.
 
         Args:
@@ -74,12 +96,13 @@ class Case:
             how: prediction, bits and active tokens.
             values: other values than the case's.
             sends_gain: whether the payload carries the gain.
+            base: base that is subtracted from the values.
         """
         values, (_, bits, active) = self.values if values is None else values, how
         codec = Codec(bits, 1.0 if active is None else active.count / active.tokens)
         size = codec.payload_bytes(self.reference.shape, values.dtype) + (GAIN_BYTES if sends_gain else 0)
         wide = torch.full((len(values), -(-size // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
-        result = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.local_slots, sends_gain)
+        result = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.local_slots, sends_gain, base)
         assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + size :] == 0xA5).all()
         assert all((wide[slot] == 0xA5).all() for slot in self.local_slots or ())
         return wide[:, 8 : 8 + size], result

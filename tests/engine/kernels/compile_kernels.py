@@ -18,10 +18,12 @@ from xfuser_cocodiff.engine.kernels import triton_kernels
 
 POINTERS = {"positions": "*i32", **dict.fromkeys(("scale_table", "sums", "scores", "energies"), "*fp32")}
 POINTERS |= {"gains": "*u8"}
-FLOATS = ("reference_norm",)
-VALUES = ("values", "reference", "previous", "new_reference", "target")
+FLOATS = "reference_norm", "weight"
+VALUES = "values", "reference", "previous", "new_reference", "target", "base"
 DIVISIBLE = re.compile(r"stride_(?!sample)\w+|scales_offset")
 """Arguments that are multiples of 16 at real sizes; Triton specializes kernels for these, as for aligned pointers."""
+NO_BASE = dict.fromkeys(("base", "weight", *(f"stride_base_{dim}" for dim in ("link", "group", "head", "token"))))
+"""Arguments of kernels without a base, which Triton compiles as constants."""
 CODING = {"dim": 128, "row_tokens": 1, "block_rows": 32, "predicts": True}
 
 
@@ -46,7 +48,9 @@ def compiled(
     signature = {name: types[name] for name in kernel.arg_names}
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     divisible = [
-        index for index, name in enumerate(kernel.arg_names) if types[name].startswith("*") or DIVISIBLE.fullmatch(name)
+        index
+        for index, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or (DIVISIBLE.fullmatch(name) and types[name] != "constexpr")
     ]
     attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -56,17 +60,24 @@ def compiled(
 def main() -> None:
     capability, found = int(sys.argv[1]), []
     for dtype in ("bf16", "fp32"):
+        scoring = {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}
         kernels = [
-            (triton_kernels._scores_kernel, {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}),
+            (triton_kernels._scores_kernel, scoring),
+            (triton_kernels._scores_kernel, NO_BASE | scoring),
             (triton_kernels._sums_kernel, {"predicts": True, "block": 1024}),
         ]
-        for bits, selects in ((2, True), (8, False), (1.6, False), (2.7, True), (None, True), (None, False)):
+        for bits, selects, base in (
+            *((2, True, NO_BASE), (2, True, {}), (8, False, NO_BASE), (8, False, {}), (1.6, False, NO_BASE)),
+            *((2.7, True, NO_BASE), (None, True, NO_BASE), (None, False, NO_BASE)),
+        ):
             how = coding(bits, selects)
-            kernels += [(triton_kernels._encode_kernel, how["encode"]), (triton_kernels._decode_kernel, how["decode"])]
+            kernels.append((triton_kernels._encode_kernel, base | how["encode"]))
+            kernels.append((triton_kernels._decode_kernel, base | how["decode"]))
         for kernel, constants in kernels:
             asm = compiled(kernel, dtype, constants, capability).asm
             widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(\w+(?:\.\w+)?)", asm["ptx"])))
-            result = {"kernel": kernel.__name__, "type": dtype, "products": sorted(asm)}
+            has_base = "base" in kernel.arg_names and "base" not in constants
+            result = {"kernel": kernel.__name__, "type": dtype, "base": has_base, "products": sorted(asm)}
             result["has_gaps"] = constants.get("per_byte", 1) != constants.get("byte_columns", 1)
             found.append({**result, "fused": asm["ptx"].count("fma."), "widths": widths})
     print(json.dumps(found))

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.kernels.case import HAS_GPU
 from xfuser_cocodiff.engine.compression.codecs import Codec
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Prediction
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Base, Prediction
 
 
 @pytest.mark.slow  # the interpreter runs the same kernels above
@@ -29,6 +29,7 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "encode", "sums", "decode")}
+    assert {row["kernel"] for row in found if row["base"]} == {"_scores_kernel", "_encode_kernel", "_decode_kernel"}
     for row in found:
         assert "cubin" in row["products"]
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
@@ -90,16 +91,20 @@ def test_kernels_address_more_than_2_to_the_31_values(
     active = ActiveTokens(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
     payload = torch.empty(1, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8)
     assert values.numel() > 2**31 and payload.numel() > 2**31
+    base = Base(torch.empty(shape, dtype=torch.bfloat16), 1.0) if bits else None
     last = LastProgram(triton_kernels._encode_kernel, monkeypatch)
     monkeypatch.setattr(triton_kernels, "_encode_kernel", last)
     # All tokens are sent: those of a selection would be written to the beginning.
     prediction = Prediction(values) if bits else None
-    reference = triton_kernels.encode(values, prediction, bits, None, payload, None).reference
+    reference = triton_kernels.encode(values, prediction, bits, None, payload, None, base=base).reference
+    assert base is None or last.reaches_end_of(base.values, "read")
     assert last.reaches_end_of(values, "read") and last.reaches_end_of(reference, "written")
     assert last.reaches_end_of(payload if bits else payload.view(torch.bfloat16), "written")
     last = LastProgram(triton_kernels._decode_kernel, monkeypatch)
     monkeypatch.setattr(triton_kernels, "_decode_kernel", last)
-    reference = triton_kernels.decode(payload, Prediction(reference) if bits else None, bits, None, target, None)
+    prediction = Prediction(reference) if bits else None
+    reference = triton_kernels.decode(payload, prediction, bits, None, target, None, base=base)
+    assert base is None or last.reaches_end_of(base.values, "read")
     assert last.reaches_end_of(target, "written") and last.reaches_end_of(reference, "written")
     assert last.reaches_end_of(payload if bits else payload.view(torch.bfloat16), "read")
     triton_kernels.decode(payload, Prediction(reference), bits, active, target, None)

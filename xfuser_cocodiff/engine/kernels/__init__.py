@@ -1,7 +1,8 @@
 """Kernels that score, encode and decode rows of values for the codecs, as Triton, Numba and PyTorch backends.
 Input: tensors of any strides, the prediction that both ends of a link share, and the bits per value.
 Output: payload bytes, decoded values, new link references and their error.
-Public: `scores`, `encode`, `decode`, `use`, `resolve`, `prepare`, `rows.Prediction`, `rows.ActiveTokens`.
+Public: `scores`, `encode`, `decode`, `use`, `resolve`, `prepare`, `rows.Prediction`, `rows.ActiveTokens`,
+`rows.Base`.
 """
 
 import functools
@@ -15,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, EncodeResult, Prediction
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Base, EncodeResult, Prediction, check_base
 from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
@@ -109,18 +110,26 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None = None) -> torch.Tensor:
+def scores(
+    values: torch.Tensor, prediction: Prediction, local_slots: range | None = None, base: Base | None = None
+) -> torch.Tensor:
     """Return the squared distance of each token from its prediction, summed over heads and dims.
 
     Args:
         values: (P, G, H, T, D), of any strides.
         prediction: inputs of the prediction, the same at both ends.
         local_slots: slots of this rank, which are skipped; None for none.
+        base: values whose difference is scored; None to score the values themselves.
 
     Returns:
         float32 (L, G, T).
+
+    Raises:
+        ValueError: a base that does not fit the values.
     """
-    return _kernels(values.device).scores(values, prediction, local_slots)
+    if base is not None:
+        check_base(base, 1, values, local_slots)
+    return _kernels(values.device).scores(values, prediction, local_slots, base)
 
 
 def encode(
@@ -131,6 +140,7 @@ def encode(
     payload: torch.Tensor,
     local_slots: range | None = None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> EncodeResult:
     """Encode values as the quantized residual to their prediction, and write the payload.
 
@@ -144,8 +154,15 @@ def encode(
             `bits` None the values. Rows may have gaps between them and begin at a multiple of a value's size.
         local_slots: slots of this rank, which are skipped; None for none.
         sends_gain: whether the payload ends with GAIN_BYTES bytes that carry the gain.
+        base: values whose difference is encoded; the prediction is one of the difference. None to encode the values
+            themselves. The payload has the same form.
+
+    Raises:
+        ValueError: a base that does not fit the values, or with `bits` None.
     """
-    return _kernels(values.device).encode(values, prediction, bits, active, payload, local_slots, sends_gain)
+    if base is not None:
+        check_base(base, bits, values, local_slots)
+    return _kernels(values.device).encode(values, prediction, bits, active, payload, local_slots, sends_gain, base)
 
 
 def decode(
@@ -156,6 +173,7 @@ def decode(
     target: torch.Tensor,
     local_slots: range | None = None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> torch.Tensor:
     """Decode a payload into the target.
 
@@ -167,8 +185,15 @@ def decode(
         target: (P, G, H, T, D), of any strides; the values are written here, except for the local slots.
         local_slots: slots of this rank, which are skipped; None for none.
         sends_gain: as passed to :func:`encode`.
+        base: values that are added to the decoded difference, such as the decoded values of the sender's base; the sum
+            is computed in float32 and rounded to the target's type. None if the sender had none.
 
     Returns:
-        The receiver's new link reference, (L, G, H, T, D).
+        The receiver's new link reference, (L, G, H, T, D); with a base, the decoded difference.
+
+    Raises:
+        ValueError: a base that does not fit the target, or with `bits` None.
     """
-    return _kernels(payload.device).decode(payload, prediction, bits, active, target, local_slots, sends_gain)
+    if base is not None:
+        check_base(base, bits, target, local_slots)
+    return _kernels(payload.device).decode(payload, prediction, bits, active, target, local_slots, sends_gain, base)

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.engine.kernels import numba_loops, quantize, torch_kernels
-from xfuser_cocodiff.engine.kernels.numba_loops import EncodingLayout
+from xfuser_cocodiff.engine.kernels.numba_loops import NO_BASE, BaseRows, EncodingLayout
 from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     ActiveTokens,
+    Base,
     EncodeResult,
     Prediction,
     num_links,
@@ -44,18 +45,20 @@ def prepare() -> None:
         decode(payload, prediction, 2, None, torch.empty_like(values), None)
 
 
-def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> torch.Tensor:
+def scores(
+    values: torch.Tensor, prediction: Prediction, local_slots: range | None, base: Base | None = None
+) -> torch.Tensor:
     """Return the squared distance of each token from its prediction; see the package."""
     if values.dtype not in _TYPED_ZEROS:
-        return torch_kernels.scores(values, prediction, local_slots)
-    values = _with_contiguous_rows(values)
+        return torch_kernels.scores(values, prediction, local_slots, base)
+    values, base = _with_contiguous_rows(values), _with_contiguous_base(base)
     links, groups, heads, tokens, _ = prediction.reference.shape
     _check(values, prediction, local_slots)
     layout = _layout(values, local_slots, None, None)
     found = torch.empty(links, groups, tokens, dtype=torch.float32, device=CPU)
     _in_threads(
         numba_loops.score, links * groups, heads * tokens, layout, _TYPED_ZEROS[values.dtype],
-        values.data_ptr(), *_addresses(prediction), found.data_ptr(),
+        values.data_ptr(), _base_rows(base), *_addresses(prediction), found.data_ptr(),
     )  # fmt: skip
     return found
 
@@ -68,11 +71,12 @@ def encode(
     payload: torch.Tensor,
     local_slots: range | None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> EncodeResult:
     """Encode values and write the payload; see the package."""
     if prediction is None or bits is None or values.dtype not in _TYPED_ZEROS:
-        return torch_kernels.encode(values, prediction, bits, active, payload, local_slots, sends_gain)
-    values, grid = _with_contiguous_rows(values), quantize.GRIDS[bits]
+        return torch_kernels.encode(values, prediction, bits, active, payload, local_slots, sends_gain, base)
+    values, base, grid = _with_contiguous_rows(values), _with_contiguous_base(base), quantize.GRIDS[bits]
     links, groups, heads, tokens, dim = prediction.reference.shape
     layout = _layout(values, local_slots, bits, active, payload, sends_gain and prediction.gains is not None)
     _check(values, prediction, local_slots)
@@ -84,7 +88,7 @@ def encode(
     _in_threads(
         numba_loops.encode, links * groups * heads, tokens * dim,
         layout, _TYPED_ZEROS[values.dtype], np.float32(reference_norm), grid.by_maximum, sample_stride(tokens),
-        values.data_ptr(), *_addresses(prediction),
+        values.data_ptr(), _base_rows(base), *_addresses(prediction),
         _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
         payload.data_ptr(), reference.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
@@ -101,17 +105,19 @@ def decode(
     target: torch.Tensor,
     local_slots: range | None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> torch.Tensor:
     """Decode a payload into the target and return the new link reference; see the package."""
     if prediction is None or bits is None or target.dtype not in _TYPED_ZEROS or target.stride(-1) != 1:
-        return torch_kernels.decode(payload, prediction, bits, active, target, local_slots, sends_gain)
+        return torch_kernels.decode(payload, prediction, bits, active, target, local_slots, sends_gain, base)
+    base = _with_contiguous_base(base)
     links, groups, heads, tokens, dim = prediction.reference.shape
     _check(target, prediction, local_slots)
     layout = _layout(target, local_slots, bits, active, payload, sends_gain)
     reference = torch.empty_like(prediction.reference)
     _in_threads(
         numba_loops.decode, links * groups * heads, tokens * dim, layout, _TYPED_ZEROS[target.dtype],
-        payload.data_ptr(), *_addresses(prediction),
+        payload.data_ptr(), _base_rows(base), *_addresses(prediction),
         _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
         reference.data_ptr(), target.data_ptr(),
     )  # fmt: skip
@@ -201,6 +207,16 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 def _with_contiguous_rows(values: torch.Tensor) -> torch.Tensor:
     """Return values whose last dim is contiguous, as a copy if need be."""
     return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _with_contiguous_base(base: Base | None) -> Base | None:
+    """Return a base whose last dim is contiguous; the caller keeps it while loops access it."""
+    return None if base is None else base._replace(values=_with_contiguous_rows(base.values))
+
+
+def _base_rows(base: Base | None) -> BaseRows:
+    """Return where the loops find a base."""
+    return NO_BASE if base is None else BaseRows(base.values.data_ptr(), base.weight, *base.values.stride()[:4])
 
 
 def _addresses(prediction: Prediction) -> tuple[int, int, int]:

@@ -223,7 +223,7 @@ def _store_reference_row(new_reference, offset, row, decoded, size, dtype):
 
 
 @_jit_reassociating
-def _gain_sums(values, start, reference, offset, change, size, dtype):
+def _gain_sums(values, start, values_dtype, reference, offset, change, size, dtype):
     """Return a token's numerator and denominator of the least-squares gain.
 
     The numerator is the change from the reference to the values, times the reference's last change; the denominator is
@@ -232,7 +232,7 @@ def _gain_sums(values, start, reference, offset, change, size, dtype):
     numerator, denominator = _ZERO, _ZERO
     for i in range(size):
         delta = _load(change, i, _FLOAT)
-        numerator += (_load(values, start + i, dtype) - _load(reference, offset + i, dtype)) * delta
+        numerator += (_load(values, start + i, values_dtype) - _load(reference, offset + i, dtype)) * delta
         denominator += delta * delta
     return numerator, denominator
 
@@ -394,6 +394,53 @@ class EncodingLayout(NamedTuple):
     """Byte at which the gain of a slot's payload begins; 0 if it carries none."""
 
 
+class BaseRows(NamedTuple):
+    """Where the rows of a base (L, G, H, T, D) are in memory."""
+
+    address: int
+    """Address of the first value; 0 without a base."""
+    weight: float
+    """Weight of the base in the difference."""
+    link_stride: int
+    """Stride of the links, in values; the last dim is contiguous."""
+    group_stride: int
+    """Stride of the groups."""
+    head_stride: int
+    """Stride of the heads."""
+    token_stride: int
+    """Stride of the tokens."""
+
+
+NO_BASE = BaseRows(0, 0.0, 0, 0, 0, 0)
+"""Nothing is subtracted or added."""
+
+
+@_jit
+def _locate_base(base, link, group, head):
+    """Return the index of the first value of a head in a base."""
+    return link * base.link_stride + group * base.group_stride + head * base.head_stride
+
+
+@_jit
+def _subtract_base(row, base, start, size, dtype):
+    """Subtract values of a base from the values of a token in a float32 buffer, rounding to `dtype`."""
+    weight = np.float32(base.weight)
+    _prefetch_row(base.address, start + _PREFETCH_ROWS * base.token_stride, size, dtype)
+    for i in range(size):
+        difference = _load(row, i, _FLOAT) - weight * _load(base.address, start + i, dtype)
+        _store(row, i, _FLOAT, _round_to(dtype, difference))
+
+
+@_jit
+def _store_with_base(target, at, decoded, base, start, size, dtype):
+    """Write decoded differences of a token, in a float32 buffer, plus the values of a base to the target."""
+    weight = np.float32(base.weight)
+    _prefetch_row(base.address, start + _PREFETCH_ROWS * base.token_stride, size, dtype)
+    for i in range(size):
+        value = weight * _load(base.address, start + i, dtype) + _load(decoded, i, _FLOAT)
+        _store(target, at + i, dtype, value)
+
+
 @_jit
 def _locate_head(layout, index):
     """Return the link, group and head of a flat head index, the index of its first value and its payload's offset."""
@@ -407,7 +454,7 @@ def _locate_head(layout, index):
 @_jit
 def encode(
     first, last, layout, dtype, reference_norm, by_maximum, sample_stride,
-    values, reference, previous, gains, positions, scale_table, payload, new_reference, sums,
+    values, base, reference, previous, gains, positions, scale_table, payload, new_reference, sums,
 ):  # fmt: skip
     """Encode the values of heads `first` to `last`, counted over links and groups, and write the new reference.
 
@@ -420,6 +467,7 @@ def encode(
         by_maximum: whether scales follow the row's maximum.
         sample_stride: stride over the tokens of which gains are estimated.
         values: (P, G, H, T, D).
+        base: where the base is that is subtracted from the values, a BaseRows.
         reference: link reference (L, G, H, T, D), contiguous.
         previous: link reference of the step before, of the same shape, or 0.
         gains: uint8 (L), or 0.
@@ -437,6 +485,7 @@ def encode(
     decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size)
     for index in range(first, last):
         link, group, head, start, message = _locate_head(layout, index)
+        base_start = _locate_base(base, link, group, head)
         gain = np.float32(_load(gains, link, _BYTE)) / _GAIN_STEPS if previous else _ZERO
         if layout.gain_offset and group == 0 and head == 0:
             for i in range(GAIN_BYTES):
@@ -449,6 +498,9 @@ def encode(
                 at = start + (row * row_tokens + i) * layout.token_stride
                 _prefetch_row(values, at + _PREFETCH_ROWS * row_tokens * layout.token_stride, dim, dtype)
                 value_energy += _load_row(values_row + i * dim * _FLOAT_BYTES, values, at, dim, dtype)
+                if base.address:
+                    base_at = base_start + (row * row_tokens + i) * base.token_stride
+                    _subtract_base(values_row + i * dim * _FLOAT_BYTES, base, base_at, dim, dtype)
             _predict_row(predicted, change, reference, previous, offset, size, gain, dtype)
             if position >= 0:
                 energy = _subtract_row(residual, values_row, predicted, size, dtype)
@@ -464,7 +516,10 @@ def encode(
                 token = row * row_tokens + i
                 if token % sample_stride == 0:
                     at, delta = start + token * layout.token_stride, change + i * dim * _FLOAT_BYTES
-                    more = _gain_sums(values, at, reference, offset + i * dim, delta, dim, dtype)
+                    if base.address:
+                        more = _gain_sums(values_row, i * dim, _FLOAT, reference, offset + i * dim, delta, dim, dtype)
+                    else:
+                        more = _gain_sums(values, at, dtype, reference, offset + i * dim, delta, dim, dtype)
                     numerator, denominator = numerator + more[0], denominator + more[1]
         _store(sums, 4 * index, 0.0, error_energy)
         _store(sums, 4 * index + 1, 0.0, value_energy)
@@ -501,7 +556,8 @@ def reduce_sums(sums, links, heads, energies, gains):
 
 @_jit
 def decode(
-    first, last, layout, dtype, payload, reference, previous, gains, positions, scale_table, new_reference, target
+    first, last, layout, dtype,
+    payload, base, reference, previous, gains, positions, scale_table, new_reference, target,
 ):  # fmt: skip
     """Decode the payload of heads `first` to `last`, counted over links and groups.
 
@@ -511,6 +567,7 @@ def decode(
         layout: sizes, strides and offsets, an EncodingLayout.
         dtype: type of the values and references in memory.
         payload: uint8 (P, n).
+        base: where the base is that is added to the decoded values, a BaseRows.
         reference: link reference (L, G, H, T, D), contiguous.
         previous: link reference of the step before, of the same shape, or 0.
         gains: uint8 (L); 0 if the payload carries the gain.
@@ -526,7 +583,7 @@ def decode(
     decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(row_bytes * layout.per_byte)
     for index in range(first, last):
         link, group, head, start, message = _locate_head(layout, index)
-        gain = _ZERO
+        gain, base_start = _ZERO, _locate_base(base, link, group, head)
         if previous:
             is_sent, start_of_gain = layout.gain_offset > 0, message + layout.gain_offset
             sent = _load(payload, start_of_gain, _BYTE) if is_sent else _load(gains, link, _BYTE)
@@ -547,12 +604,16 @@ def decode(
             for i in range(row_tokens):
                 at = start + (row * row_tokens + i) * layout.token_stride
                 _prefetch_row(target, at + _PREFETCH_ROWS * row_tokens * layout.token_stride, dim, dtype)
-                for j in range(dim):
-                    _store_rounded(target, at + j, dtype, _load(received, i * dim + j, _FLOAT))
+                if base.address:
+                    base_at = base_start + (row * row_tokens + i) * base.token_stride
+                    _store_with_base(target, at, received + i * dim * _FLOAT_BYTES, base, base_at, dim, dtype)
+                else:
+                    for j in range(dim):
+                        _store_rounded(target, at + j, dtype, _load(received, i * dim + j, _FLOAT))
 
 
 @_jit
-def score(first, last, layout, dtype, values, reference, previous, gains, scores):
+def score(first, last, layout, dtype, values, base, reference, previous, gains, scores):
     """Compute the scores of the tokens of groups `first` to `last`, counted over links.
 
     Args:
@@ -561,6 +622,7 @@ def score(first, last, layout, dtype, values, reference, previous, gains, scores
         layout: sizes and strides, an EncodingLayout.
         dtype: type of the values and references in memory.
         values: (P, G, H, T, D).
+        base: where the base is that is subtracted from the values, a BaseRows.
         reference: link reference (L, G, H, T, D), contiguous.
         previous: link reference of the step before, of the same shape, or 0.
         gains: uint8 (L), or 0.
@@ -572,13 +634,16 @@ def score(first, last, layout, dtype, values, reference, previous, gains, scores
     for pair in range(first, last):
         for head in range(layout.heads):
             index = pair * layout.heads + head
-            link, _, _, start, _ = _locate_head(layout, index)
+            link, group, _, start, _ = _locate_head(layout, index)
+            base_start = _locate_base(base, link, group, head)
             gain = np.float32(_load(gains, link, _BYTE)) / _GAIN_STEPS if previous else _ZERO
             for token in range(tokens):
                 at, offset = start + token * layout.token_stride, (index * tokens + token) * dim
                 _prefetch_row(values, at + _PREFETCH_ROWS * layout.token_stride, dim, dtype)
                 _predict_row(predicted, change, reference, previous, offset, dim, gain, dtype)
                 _load_row(values_row, values, at, dim, dtype)
+                if base.address:
+                    _subtract_base(values_row, base, base_start + token * base.token_stride, dim, dtype)
                 earlier_heads = _load(scores, pair * tokens + token, _FLOAT) if head else _ZERO
                 energy = _subtract_row(residual, values_row, predicted, dim, dtype)
                 _store(scores, pair * tokens + token, _FLOAT, earlier_heads + energy)

@@ -53,6 +53,18 @@ class Prediction(NamedTuple):
     """Gain of each link in units of 1 / GAIN_STEPS, uint8 (L)."""
 
 
+class Base(NamedTuple):
+    """Values that are subtracted before encoding and added after decoding, times a weight: those of another branch.
+
+    What is encoded is the difference in float32, rounded to the type of the values. References are of that difference.
+    """
+
+    values: torch.Tensor
+    """(L, G, H, T, D), of any strides, of the type of the values; indexed by link, not by slot."""
+    weight: float
+    """Weight of the base in the difference."""
+
+
 GAIN_STEPS = 32
 """Number of steps between a gain of 0 and a gain of 1."""
 GAIN_BYTES = 8
@@ -69,13 +81,28 @@ class EncodeResult(NamedTuple):
     """The sender's new link reference, and the figures that encoding gives."""
 
     reference: torch.Tensor
-    """Values as the receiver decodes them, (L, G, H, T, D)."""
+    """Values as the receiver decodes them, (L, G, H, T, D); with a base, differences to it."""
     error_energy: torch.Tensor | None = None
-    """Sum of squared reconstruction errors; not finite if the values are not. None if values are sent losslessly."""
+    """Sum of squared reconstruction errors, with a base those of the difference; not finite if the values are not. None
+    if values are sent losslessly."""
     value_energy: torch.Tensor | None = None
-    """Sum of squared values."""
+    """Sum of squared values, with a base those of the values themselves."""
     gains: torch.Tensor | None = None
     """Least-squares gain of each link for the next step, uint8 (L); None without a previous reference."""
+
+
+def check_base(base: Base, bits: float | None, values: torch.Tensor, local_slots: range | None) -> None:
+    """Check that a base fits values (P, G, H, T, D) and their codec.
+
+    Raises:
+        ValueError: another shape or type, or no bits: values that are sent unchanged have no difference.
+    """
+    shape = num_links(values.shape[0], local_slots), *values.shape[1:]
+    if bits is None:
+        raise ValueError("a base for values that are sent unchanged; it needs bits per value")
+    if base.values.shape != shape or base.values.dtype != values.dtype:
+        found = f"a base of {tuple(base.values.shape)} {base.values.dtype}"
+        raise ValueError(f"{found} for values of {shape} {values.dtype}")
 
 
 def num_links(slots: int, local_slots: range | None) -> int:

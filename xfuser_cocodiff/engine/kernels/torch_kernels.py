@@ -12,6 +12,7 @@ from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     ActiveTokens,
+    Base,
     EncodeResult,
     Prediction,
     remote_slots,
@@ -31,9 +32,12 @@ def predict(prediction: Prediction) -> torch.Tensor:
     return (prediction.reference - prediction.previous).mul_(gains).add_(prediction.reference)
 
 
-def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> torch.Tensor:
+def scores(
+    values: torch.Tensor, prediction: Prediction, local_slots: range | None, base: Base | None = None
+) -> torch.Tensor:
     """Return the squared distance of each token from its prediction; see the package."""
-    return (remote_slots(values, local_slots) - predict(prediction)).float().square_().sum((2, 4))
+    coded = _difference(remote_slots(values, local_slots), base)
+    return (coded - predict(prediction)).float().square_().sum((2, 4))
 
 
 def encode(
@@ -44,6 +48,7 @@ def encode(
     payload: torch.Tensor,
     local_slots: range | None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> EncodeResult:
     """Encode values and write the payload; see the package."""
     values = remote_slots(values, local_slots)
@@ -53,19 +58,20 @@ def encode(
     if sends_gain and prediction.gains is not None:
         payload, gain_section = payload.tensor_split([-GAIN_BYTES], 1)
         write_remote_slots(gain_section, prediction.gains[:, None].expand(-1, GAIN_BYTES), local_slots)
-    predicted = predict(prediction)
-    sent = _select(values, active)
+    predicted, coded = predict(prediction), _difference(values, base)
+    sent = _select(coded, active)
     if bits is None:
         write_remote_slots(_value_section(payload, sent), sent, local_slots)
     else:
-        base = _select(predicted, active)
-        residual = torch.sub(sent, base, out=torch.empty_like(base))
+        expected = _select(predicted, active)
+        residual = torch.sub(sent, expected, out=torch.empty_like(expected))
         packed, scales, decoded = quantize(_in_rows(residual, bits, active), bits)
-        for section, encoded in zip(_encoded_sections(payload, base, bits, active), (packed, scales), strict=True):
+        sections = _encoded_sections(payload, expected, bits, active)
+        for section, encoded in zip(sections, (packed, scales), strict=True):
             write_remote_slots(section, encoded, local_slots)
-        sent = _add_residual(base, decoded)
+        sent = _add_residual(expected, decoded)
     reference = _replace(predicted, sent, active, in_place=prediction.previous is not None)
-    return EncodeResult(reference, energy(values - reference), energy(values), _estimated_gains(values, prediction))
+    return EncodeResult(reference, energy(coded - reference), energy(values), _estimated_gains(coded, prediction))
 
 
 def decode(
@@ -76,6 +82,7 @@ def decode(
     target: torch.Tensor,
     local_slots: range | None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> torch.Tensor:
     """Decode a payload into the target and return the new link reference; see the package."""
     if prediction is None:
@@ -86,22 +93,32 @@ def decode(
         payload, gain_section = payload.tensor_split([-GAIN_BYTES], 1)
         prediction = prediction._replace(gains=remote_slots(gain_section, local_slots)[:, 0])
     predicted = predict(prediction)
-    base = _select(predicted, active)
+    expected = _select(predicted, active)
     if bits is None:
-        received = remote_slots(_value_section(payload, base), local_slots)
+        received = remote_slots(_value_section(payload, expected), local_slots)
     else:
-        sections = _encoded_sections(payload, base, bits, active)
+        sections = _encoded_sections(payload, expected, bits, active)
         levels, scales = (remote_slots(section, local_slots) for section in sections)
-        row_size = _in_rows(base, bits, active).shape[-1]
-        received = _add_residual(base, dequantize(levels, scales, bits, row_size))
+        row_size = _in_rows(expected, bits, active).shape[-1]
+        received = _add_residual(expected, dequantize(levels, scales, bits, row_size))
     reference = _replace(predicted, received, active, in_place=prediction.previous is not None)
-    write_remote_slots(target, reference, local_slots)
+    write_remote_slots(target, reference if base is None else _weighted(base).add_(reference), local_slots)
     return reference
 
 
 def energy(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares, float32."""
     return torch.linalg.vector_norm(values, dtype=torch.float32).square_()
+
+
+def _weighted(base: Base) -> torch.Tensor:
+    """Return the values of a base times its weight, float32 (L, G, H, T, D), in memory of their own."""
+    return base.values.to(torch.float32, copy=True).mul_(base.weight)
+
+
+def _difference(values: torch.Tensor, base: Base | None) -> torch.Tensor:
+    """Return the difference of values (L, G, H, T, D) to a base, computed in float32; the values without one."""
+    return values if base is None else torch.sub(values, _weighted(base), out=torch.empty_like(values))
 
 
 def _estimated_gains(values: torch.Tensor, prediction: Prediction) -> torch.Tensor | None:
@@ -152,9 +169,9 @@ def _encoded_sections(
     return levels.view(len(payload), *rows, width), scales.view(len(payload), *rows, 1)
 
 
-def _add_residual(base: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def _add_residual(predicted: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """Return prediction plus decoded residual, which is given in rows, rounded to the type of the prediction."""
-    return residual.view(base.shape).add_(base).to(base.dtype)
+    return residual.view(predicted.shape).add_(predicted).to(predicted.dtype)
 
 
 def _select(values: torch.Tensor, active: ActiveTokens | None) -> torch.Tensor:

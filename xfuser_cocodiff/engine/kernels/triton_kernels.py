@@ -18,6 +18,7 @@ from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     ActiveTokens,
+    Base,
     EncodeResult,
     Prediction,
     num_links,
@@ -118,15 +119,25 @@ def _predict(reference, previous, offsets, inside, gain, predicts: tl.constexpr)
 
 
 @triton.jit
-def _dequantize(level, width, base, middle: tl.constexpr):
+def _dequantize(level, width, predicted, middle: tl.constexpr):
     """Return the values that both ends decode from levels, added to their prediction."""
-    return ((level.to(tl.float32) - middle) * width + base.to(tl.float32)).to(base.dtype)
+    return ((level.to(tl.float32) - middle) * width + predicted.to(tl.float32)).to(predicted.dtype)
+
+
+@triton.jit
+def _load_base(
+    base, weight, link, group, head, token, inner, inside, stride_link, stride_group, stride_head, stride_token
+):
+    """Return values of a base times its weight, float32; `inner` are their indices in the tokens."""
+    start = _row_start(link, group, head, token, stride_link, stride_group, stride_head, stride_token)
+    return tl.load(base + start + inner, mask=inside, other=0.0).to(tl.float32) * weight
 
 
 @triton.jit
 def _scores_kernel(
     values, reference, previous, gains, scores,
     groups, heads, tokens, local_start, local_count, stride_slot, stride_group, stride_head, stride_token,
+    base, weight, stride_base_link, stride_base_group, stride_base_head, stride_base_token,
     dim: tl.constexpr, block_dim: tl.constexpr, block_tokens: tl.constexpr, predicts: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores of some tokens of one group and link per program, over all heads.
@@ -140,6 +151,9 @@ def _scores_kernel(
         groups, heads, tokens: G, H and T.
         local_start, local_count: first slot of this rank, or L without local slots; number of local slots.
         stride_slot, stride_group, stride_head, stride_token: strides of the values.
+        base: base (L, G, H, T, D) that is subtracted from the values, or None.
+        weight: weight of the base, or None.
+        stride_base_link, stride_base_group, stride_base_head, stride_base_token: strides of the base, or None.
         dim, block_dim: D, and D rounded up to a power of two.
         block_tokens: tokens per program.
         predicts: whether predictions extrapolate.
@@ -156,6 +170,12 @@ def _scores_kernel(
         offset = ((pair.to(tl.int64) * heads + head) * tokens + token)[:, None] * dim + column[None, :]
         start = _row_start(slot, group, head + 0 * token, token, stride_slot, stride_group, stride_head, stride_token)
         value = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0.0)
+        if base is not None:
+            subtracted = _load_base(
+                base, weight, link, group, head + 0 * token[:, None], token[:, None], column[None, :], inside,
+                stride_base_link, stride_base_group, stride_base_head, stride_base_token,
+            )  # fmt: skip
+            value = (value.to(tl.float32) - subtracted).to(value.dtype)
         predicted, _, _ = _predict(reference, previous, offset, inside, gain, predicts)
         residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
         total += tl.sum(tl.where(inside, residual * residual, 0.0), 1)
@@ -174,6 +194,7 @@ def _encode_kernel(
     groups, heads, tokens, active, local_start, local_count,
     stride_slot, stride_group, stride_head, stride_token, stride_payload,
     scales_offset, gain_offset, reference_norm, stride_sample,
+    base, weight, stride_base_link, stride_base_group, stride_base_head, stride_base_token,
     dim: tl.constexpr, row_tokens: tl.constexpr, levels: tl.constexpr, per_byte: tl.constexpr,
     level_width: tl.constexpr, by_maximum: tl.constexpr,
     byte_columns: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
@@ -199,6 +220,9 @@ def _encode_kernel(
         scales_offset, gain_offset: offsets of the scales and of the gain in a slot's payload.
         reference_norm: inverse of the grid's outer edge with `by_maximum`, else inverse square root of the row size.
         stride_sample: stride over the tokens of which gains are estimated.
+        base: base (L, G, H, T, D) that is subtracted from the values, or None.
+        weight: weight of the base, or None.
+        stride_base_link, stride_base_group, stride_base_head, stride_base_token: strides of the base, or None.
         dim: D.
         row_tokens: tokens per row.
         levels, per_byte, level_width: the grid: number of levels, values per byte, and width at scale 1. With 0 levels
@@ -219,6 +243,13 @@ def _encode_kernel(
     start = _row_start(slot, group, head, token, stride_slot, stride_group, stride_head, stride_token)
     offset = (head_index.to(tl.int64) * tokens + row * row_tokens)[:, None] * dim + column[None, :]
     value = tl.load(values + start + inner[None, :], mask=inside, other=0.0)
+    whole = value  # with a base, the value is the difference from here on
+    if base is not None:
+        subtracted = _load_base(
+            base, weight, link, group, head, token, inner[None, :], inside,
+            stride_base_link, stride_base_group, stride_base_head, stride_base_token,
+        )  # fmt: skip
+        value = (value.to(tl.float32) - subtracted).to(value.dtype)
     if has_prediction:
         gain = tl.load(gains + link) if predicts or sends_gain else 0
         predicted, current, change = _predict(reference, previous, offset, inside, gain, predicts)
@@ -267,13 +298,14 @@ def _encode_kernel(
     if has_prediction:
         tl.store(new_reference + offset, decoded, mask=inside)
         error = (value.to(tl.float32) - decoded.to(tl.float32)).to(value.dtype).to(tl.float32)
-        exact = value.to(tl.float32)
+        exact = whole.to(tl.float32)
         program_sums = sums + 4 * tl.program_id(0)
         tl.store(program_sums, tl.sum(tl.where(inside, error * error, 0.0)))
         tl.store(program_sums + 1, tl.sum(tl.where(inside, exact * exact, 0.0)))
         if predicts:
             sampled, delta = inside & (token % stride_sample == 0), change.to(tl.float32)
-            tl.store(program_sums + 2, tl.sum(tl.where(sampled, (exact - current.to(tl.float32)) * delta, 0.0)))
+            coded = value.to(tl.float32)
+            tl.store(program_sums + 2, tl.sum(tl.where(sampled, (coded - current.to(tl.float32)) * delta, 0.0)))
             tl.store(program_sums + 3, tl.sum(tl.where(sampled, delta * delta, 0.0)))
     else:
         tl.store(new_reference + offset, _zero_not_finite(value), mask=inside)
@@ -317,6 +349,7 @@ def _decode_kernel(
     payload, reference, previous, gains, positions, scale_table, new_reference, target,
     groups, heads, tokens, active, local_start, local_count,
     stride_slot, stride_group, stride_head, stride_token, stride_payload, scales_offset, gain_offset,
+    base, weight, stride_base_link, stride_base_group, stride_base_head, stride_base_token,
     dim: tl.constexpr, row_tokens: tl.constexpr, levels: tl.constexpr, per_byte: tl.constexpr,
     level_width: tl.constexpr, byte_columns: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
     has_prediction: tl.constexpr, predicts: tl.constexpr, selects_tokens: tl.constexpr, sends_gain: tl.constexpr,
@@ -338,6 +371,9 @@ def _decode_kernel(
         stride_slot, stride_group, stride_head, stride_token: strides of the target.
         stride_payload: stride of the payload's slots.
         scales_offset, gain_offset: offsets of the scales and of the gain in a slot's payload.
+        base: base (L, G, H, T, D) that is added to the decoded values in the target, or None.
+        weight: weight of the base, or None.
+        stride_base_link, stride_base_group, stride_base_head, stride_base_token: strides of the base, or None.
         dim: D.
         row_tokens: tokens per row.
         levels, per_byte, level_width: the grid: number of levels, values per byte, and width at scale 1. With 0 levels
@@ -387,10 +423,18 @@ def _decode_kernel(
         tl.store(new_reference + offset, _zero_not_finite(decoded), mask=inside)
     token, inner = _tokens(row, column, dim, row_tokens)
     start = _row_start(slot, group, head, token, stride_slot, stride_group, stride_head, stride_token)
+    if base is not None:
+        added = _load_base(
+            base, weight, link, group, head, token, inner[None, :], inside,
+            stride_base_link, stride_base_group, stride_base_head, stride_base_token,
+        )  # fmt: skip
+        decoded = (added + decoded.to(tl.float32)).to(decoded.dtype)
     tl.store(target + start + inner[None, :], decoded, mask=inside)
 
 
-def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> torch.Tensor:
+def scores(
+    values: torch.Tensor, prediction: Prediction, local_slots: range | None, base: Base | None = None
+) -> torch.Tensor:
     """Return the squared distance of each token from its prediction; see the package."""
     values, reference = _with_contiguous_rows(values), prediction.reference
     links, groups, heads, tokens, dim = reference.shape
@@ -400,7 +444,7 @@ def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | No
     _scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
         values, reference, _or(prediction.previous, reference), _or(prediction.gains, reference), found,
         groups, heads, tokens, *_local_arguments(local_slots, links), *values.stride()[:4],
-        dim, block_dim, block, prediction.previous is not None, enable_fp_fusion=False,
+        *_base_arguments(base), dim, block_dim, block, prediction.previous is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return found
 
@@ -413,6 +457,7 @@ def encode(
     payload: torch.Tensor,
     local_slots: range | None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> EncodeResult:
     """Encode values and write the payload; see the package."""
     values = _with_contiguous_rows(values)
@@ -428,7 +473,7 @@ def encode(
         quantize.scale_table(values.device), launch.payload, out, _or(sums, out),
         *sizes[:3], launch.active, *_local_arguments(local_slots, links),
         *values.stride()[:4], launch.payload.stride(0),
-        launch.scales_offset, launch.gain_offset, reference_norm, sample_stride(sizes[2]),
+        launch.scales_offset, launch.gain_offset, reference_norm, sample_stride(sizes[2]), *_base_arguments(base),
         sizes[-1], launch.row_tokens, grid.levels, grid.per_byte, grid.width, grid.by_maximum,
         launch.byte_columns, launch.block, launch.block_rows,
         prediction is not None, previous is not None, active is not None, sends_gain,
@@ -450,6 +495,7 @@ def decode(
     target: torch.Tensor,
     local_slots: range | None,
     sends_gain: bool = False,
+    base: Base | None = None,
 ) -> torch.Tensor:
     """Decode a payload into the target and return the new link reference; see the package."""
     landing = target if target.stride(-1) == 1 else torch.empty_like(target, memory_format=torch.contiguous_format)
@@ -463,7 +509,7 @@ def decode(
         _or(active and active.positions, out), quantize.scale_table(target.device), out, landing,
         *sizes[:3], launch.active, *_local_arguments(local_slots, links),
         *landing.stride()[:4], launch.payload.stride(0),
-        launch.scales_offset, launch.gain_offset,
+        launch.scales_offset, launch.gain_offset, *_base_arguments(base),
         sizes[-1], launch.row_tokens, grid.levels, grid.per_byte, grid.width,
         launch.byte_columns, launch.block, launch.block_rows,
         prediction is not None, previous is not None, active is not None, sends_gain,
@@ -557,6 +603,18 @@ def _with_contiguous_rows(values: torch.Tensor) -> torch.Tensor:
 def _local_arguments(local_slots: range | None, links: int) -> tuple[int, int]:
     """Return the kernels' arguments `local_start` and `local_count`."""
     return (links, 0) if local_slots is None else (local_slots.start, len(local_slots))
+
+
+_NO_BASE = (None,) * 6
+"""The kernels' arguments without a base. Triton compiles None as a constant, so that the code has no trace of them."""
+
+
+def _base_arguments(base: Base | None) -> tuple[torch.Tensor | float | int | None, ...]:
+    """Return the kernels' arguments from `base` to `stride_base_token`."""
+    if base is None:
+        return _NO_BASE
+    values = _with_contiguous_rows(base.values)
+    return values, float(base.weight), *values.stride()[:4]
 
 
 def _or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Base, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -143,21 +143,24 @@ def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torc
     active = ActiveTokens(mask.scatter_(-1, indices, 1), tokens, count)
     sizes = [Codec(BITS).payload_bytes((*reference.shape[:3], sent, dim), reference.dtype) for sent in (tokens, count)]
     payload, smaller = (torch.zeros(NODES, size, dtype=torch.uint8, device=device) for size in sizes)
+    base = Base(torch.randn_like(reference), 1.0)
     full, encoded, selected = reference.nbytes, (NODES - 1) * sizes[0], (NODES - 1) * sizes[1]
 
     def scores() -> object:
         return kernels.scores(values, prediction, local_slots)
 
-    def encode(active: ActiveTokens | None, payload: torch.Tensor) -> object:
-        return kernels.encode(values, prediction, BITS, active, payload, local_slots)
+    def encode(active: ActiveTokens | None, payload: torch.Tensor, base: Base | None = None) -> object:
+        return kernels.encode(values, prediction, BITS, active, payload, local_slots, base=base)
 
-    def decode() -> object:
-        return kernels.decode(payload, prediction, BITS, None, target, local_slots)
+    def decode(base: Base | None = None) -> object:
+        return kernels.decode(payload, prediction, BITS, None, target, local_slots, base=base)
 
     return [
         _Timed("scores", scores, 3 * full),
         _Timed("encode", lambda: encode(None, payload), 4 * full + encoded),
         _Timed("encode, chosen tokens", lambda: encode(active, smaller), 4 * full + selected),
+        _Timed("encode with a base", lambda: encode(None, payload, base), 5 * full + encoded),
+        _Timed("decode with a base", lambda: decode(base), 5 * full + encoded),
         _Timed("decode", decode, 4 * full + encoded),
     ]
 
