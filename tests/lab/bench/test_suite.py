@@ -11,7 +11,7 @@ import pytest
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.bench import suite
 from xfuser_cocodiff.lab.bench.suite import BenchRun
-from xfuser_cocodiff.lab.cluster_bench import requested_cells
+from xfuser_cocodiff.lab.cluster_bench import requested_cells, row_names
 
 
 @pytest.mark.parametrize("run", suite.RUNS, ids=lambda run: run.name)
@@ -55,6 +55,14 @@ def test_cells_of_clusters_are_valid_and_have_the_psnr_of_the_frontier(run: Benc
     frontier.touch()
     arguments = run.arguments(tmp_path)
     assert arguments[arguments.index("--quality") + 1] == str(frontier)
+
+
+def test_the_cells_of_the_papers_table_are_predicted_with_all_its_parts() -> None:
+    runs = suite.select("cluster-aurora-paper")
+    assert len(runs) == 3 and all("--predict" in run.command for run in runs)
+    for run in runs:
+        modes = run.command.partition("--modes ")[2].split()[0].split(",")
+        assert {row_names.TAPA, row_names.TAPA_AND_V_MAJOR, "v-first", "paper"} <= {*modes}
 
 
 def test_a_failed_run_is_reported_and_retried(

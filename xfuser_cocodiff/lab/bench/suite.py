@@ -78,6 +78,15 @@ _CLUSTERS = {
 largest speedup. 48 ranks are only predicted, and 24 ranks measured at one size: each such cell takes ten minutes."""
 _ALONE = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""
+_PAPER_PARTS = f"{_ALONE},v-first,paper@v_first=off@head_groups=1,paper,exact,balanced"
+_FLAT_MODELS = "flux1,qwen-image,flux2"
+_PAPER_TABLE = {
+    "aurora-paper": f"--model {_FLAT_MODELS} --resolution 768,1536,2304 --modes {_PAPER_PARTS}",
+    "aurora-paper-sd35": f"--model sd35 --resolution 768,1536,2304 --modes best_stock,{_PAPER_PARTS}",
+    "aurora-paper-batch": f"--model {_FLAT_MODELS} --resolution 1536 --batch 8 --modes {_PAPER_PARTS}",
+}
+"""Cells that are predicted for the paper's table, by name: flat Ulysses is the baseline, or best stock for SD3.5, whose
+38 heads it cannot divide. The paper's means are over batches of 1 to 32."""
 
 RUNS = (
     BenchRun("speed", f"{_LOW} --scale 2.4,1,0.45,0.15 --mode exact,balanced,fast,paper", "--preset aurora"),
@@ -139,6 +148,13 @@ RUNS = (
     *(
         BenchRun(f"cluster-{name}", f"bench cluster {options} --modes default,{_ALONE} --repeats 3")
         for name, options in _CLUSTERS.items()
+    ),
+    *(
+        BenchRun(
+            f"cluster-{name}",
+            f"bench cluster --machine aurora --nodes 1,2 {options} --predict --repeats 3",
+        )
+        for name, options in _PAPER_TABLE.items()
     ),
 )
 
