@@ -222,21 +222,23 @@ def compare(rows: Sequence[dict[str, Any]], in_splits: Mapping[str, Collection[s
         rows: one per variant, of which some may be stock.
         in_splits: variants of which the fastest one is the row of that name, such as BEST_STOCK.
     """
-    flat = next((row for row in rows if row["mode"] == STOCK), None)
     stock = in_splits.get(BEST_STOCK, (STOCK,))
     best = {name: _fastest([row for row in rows if row["mode"] in names]) for name, names in in_splits.items()}
     ordered = [row for row in rows if row["mode"] in stock]
     ordered += [{**best[BEST_STOCK], "mode": BEST_STOCK}] if BEST_STOCK in best else []
     ordered += [row for row in rows if row["mode"] not in stock]
     ordered += [{**row, "mode": name} for name, row in best.items() if name != BEST_STOCK]
-    return [
-        {
-            **row,
-            "speedup": _speedup(flat, row),
-            "speedup_over_best_stock": _speedup(best.get(BEST_STOCK), row),
-        }
-        for row in ordered
-    ]
+    compared = [dict(row) for row in ordered]
+    set_speedups(compared)
+    return compared
+
+
+def set_speedups(rows: Sequence[dict[str, Any]]) -> None:
+    """Set the speedups of rows over flat stock and over best stock among them; None without that one."""
+    by_mode = {row["mode"]: row for row in rows}
+    for row in rows:
+        row["speedup"] = _speedup(by_mode.get(STOCK), row)
+        row["speedup_over_best_stock"] = _speedup(by_mode.get(BEST_STOCK), row)
 
 
 def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def panels(cells: Iterable[dict[str, Any]]) -> list[Panel]:
     """Return the panels of a machine by number of nodes, without those that no cell has a best stock for."""
     of_nodes: dict[int, list[dict[str, Any]]] = {}
     for cell in cells:
-        if _has_best_stock(cell):
+        if _has_best_stock(cell) and cell.get("batch", 1) == 1:
             of_nodes.setdefault(cell["nodes"], []).append(cell)
     found = []
     for nodes, usable in sorted(of_nodes.items()):

@@ -1,0 +1,42 @@
+"""Reads all records of `cocodiff bench cluster` in a folder as one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.lab.cluster_bench import benchmark, cell_rows
+from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
+
+_CELL = ("machine", "nodes", "model", "resolution", "batch", "predicted")
+
+
+def read_folder(folder: Path, quality: QualityRecord) -> list[dict[str, Any]]:
+    """Return the cells of all files `cluster-*.json` of a folder, with their PSNR; the newest record of a cell counts.
+
+    Args:
+        folder: as `cocodiff bench all --out` writes it.
+        quality: PSNR of variants.
+
+    Raises:
+        ValueError: there is no such file, or one is no record of this benchmark.
+    """
+    files = sorted(folder.glob("cluster-*.json"))
+    if not files:
+        raise ValueError(f"{folder} has no cluster-*.json; it must be a folder of `cocodiff bench all --only cluster`")
+    files.sort(key=_created)
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for cell in (cell for file in files for cell in benchmark.read_cells(file)):
+        key = tuple(cell[name] for name in _CELL)
+        if cell["predicted"] and key in merged:
+            known = {row["mode"] for row in cell["rows"]}
+            cell["rows"] += [row for row in merged[key]["rows"] if row["mode"] not in known]
+            cell_rows.set_speedups(cell["rows"])
+        merged[key] = cell
+    for cell in merged.values():
+        benchmark.set_psnr(cell, quality)
+    return list(merged.values())
+
+
+def _created(file: Path) -> str:
+    created: str = json.loads(file.read_text()).get("created", "")
+    return created
