@@ -397,7 +397,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
     for series in dict.fromkeys(row["series"] for row in rows):
         points = sorted((row for row in rows if row["series"] == series), key=lambda row: row["bytes_slow_fraction"])
         x, y = ([row[key] for row in points] for key in ("bytes_slow_fraction", "psnr_db_mean"))
-        marker, size = (".", 8) if points[0]["sweep"] else ("*", 15)
+        marker, size = ("*", 9) if series in MODES_IN else (".", 8) if points[0]["sweep"] else ("*", 15)
         exchanges = dict.fromkeys(EXCHANGES[tuple(row["exchanges"])] for row in points)
         label = series if series in BASELINES else f"{series} ({', '.join(exchanges)})"
         axes.plot(x, y, marker, markersize=size, label=label)
