@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.kernels.case import FIRST, HAS_GPU, SECOND, Case
 from xfuser_cocodiff.engine.compression.codecs import Codec
-from xfuser_cocodiff.engine.kernels import numba_kernels, quantize
+from xfuser_cocodiff.engine.kernels import numba_kernels, numba_loops, quantize
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Prediction
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the values are on the GPU, and Numba's kernels are for CPUs")
@@ -86,3 +86,16 @@ def test_results_do_not_depend_on_the_default_dtype(monkeypatch: pytest.MonkeyPa
         finally:
             torch.set_default_dtype(torch.float32)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_base_compiles_nothing_anew() -> None:
+    """The loops that were compiled before a run serve all bases, of whole weights too."""
+    numba_kernels.prepare()
+    case, loops = Case(torch.float32, SECOND), (numba_loops.encode, numba_loops.decode, numba_loops.score)
+    before = [len(loop.signatures) for loop in loops]
+    for weight in (1, 1.25):
+        base, prediction = case.base(weight), case.prediction(0.5)
+        payload, _ = case.encoded(numba_kernels, prediction, 2, None, base=base)
+        numba_kernels.decode(payload, prediction, 2, None, case.target, SECOND, False, base)
+        numba_kernels.scores(case.values, prediction, SECOND, base)
+    assert [len(loop.signatures) for loop in loops] == before

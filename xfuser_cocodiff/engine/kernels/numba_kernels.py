@@ -216,7 +216,10 @@ def _with_contiguous_base(base: Base | None) -> Base | None:
 
 def _base_rows(base: Base | None) -> BaseRows:
     """Return where the loops find a base."""
-    return NO_BASE if base is None else BaseRows(base.values.data_ptr(), base.weight, *base.values.stride()[:4])
+    if base is None:
+        return NO_BASE
+    # A weight of type int would let Numba compile the loops once more.
+    return BaseRows(base.values.data_ptr(), float(base.weight), *base.values.stride()[:4])
 
 
 def _addresses(prediction: Prediction) -> tuple[int, int, int]:
