@@ -61,6 +61,15 @@ class Agent:
         self.clock[self.name] += 1
 
 
+class Event(Counter):
+    """torch.Event, as far as the plugin uses it: the clock of a stream."""
+
+    host: Agent
+
+    def synchronize(self) -> None:
+        self.host.follow(self)
+
+
 class Stream(Agent):
     """torch.Stream, as far as the plugin uses it."""
 
@@ -68,10 +77,12 @@ class Stream(Agent):
         super().__init__(name)
         self._device = device
 
-    def record_event(self) -> Counter:
+    def record_event(self) -> Event:
         self._device.sweep()
         self.follow(self._device.host.clock)
-        return self.clock.copy()
+        event = Event(self.clock)
+        event.host = self._device.host
+        return event
 
     def wait_event(self, event: Counter) -> None:
         self._device.sweep()
@@ -190,6 +201,10 @@ class MockDevice(TorchDispatchMode):
     def _is_pinned(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether all tensors on the host are in pinned memory."""
         return all(self._memory[_storage(each)].name == PINNED for each in tensors if each.device.type == "cpu")
+
+    def read_on_host(self, tensor: torch.Tensor) -> None:
+        """Record that the host reads the values of a tensor in host memory."""
+        self._access(self.host, tensor, False, "a read on the host")
 
     @contextlib.contextmanager
     def by_triton(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import torch
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression import runtime as runtime_module
 from xfuser_cocodiff.engine.compression.codecs import QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import LinkState, codec_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
@@ -156,8 +157,8 @@ def test_the_error_of_any_rank_forces_a_keyframe() -> None:
     assert one.layer_codecs("a", 1, 0, SIZES).codecs["v"].is_exact
 
 
-def test_not_finite_values_on_an_accelerator_make_the_next_step_lossless() -> None:
-    """Check at the end of a step, on all ranks."""
+def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossless() -> None:
+    """Check at the end of the next step, on all ranks: the values have arrived by then."""
     partition = partition_on("cuda")
     other_rank = [0.0]
     one = CodecRuntime(partition, "balanced", None, None, lambda values: [values[0], max(values[1], *other_rank)])
@@ -169,15 +170,57 @@ def test_not_finite_values_on_an_accelerator_make_the_next_step_lossless() -> No
         one.end_step()
         return layer_codecs.is_stateless
 
-    assert [step(is_bad) for is_bad in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
+    # Values of step 3 are wrong because the reference of step 2 is: the lossless step 4 mends both.
+    assert [step(is_bad) for is_bad in (0, 0, 1, 1, 0, 0, 0)] == [True, False, False, False, True, False, False]
     other_rank[0] = 1.0
     assert [step(0) for _ in range(2)] == [False, True]
-    assert [report.repeated for report in one.reports] == [0, 0, 1, 0, 0, 0, 0]
+    assert [report.repeated for report in one.reports] == [0, 0, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_an_error_above_the_limit_on_an_accelerator_forces_one_keyframe() -> None:
+    """Force it a step later than on a CPU, and none for the step in between, whose references are replaced too."""
+    one = CodecRuntime(partition_on("cuda"), "balanced", None, 0.1, lambda values: values)
+    one.begin_run(9)
+    exact = []
+    for step in range(7):
+        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+        exact.append(layer_codecs.is_stateless)
+        error = 0.3 if step in (2, 3) else 0.0
+        layer_codecs.stats.quant_errors.append(quant_error(error**2, 1.0))
+        one.end_step()
+    assert exact == [True, False, False, False, True, False, False]
+    assert [report.error for report in one.reports] == pytest.approx([0, 0, 0.3, 0.3, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("device", "read"), [("cuda", [[], [0], [1]]), ("cpu", [[0], [1], [2]])])
+def test_the_host_reads_errors_that_have_arrived(
+    monkeypatch: pytest.MonkeyPatch, device: str, read: list[list[int]]
+) -> None:
+    """On an accelerator those of the step before: for the current ones the host would wait."""
+    found: list[list[int]] = []
+
+    class Readout:
+        def __init__(self, errors: list[QuantError]) -> None:
+            self.step = len(found)
+            found.append([])
+
+        def read(self) -> list[tuple[float, float]]:
+            found[-1].append(self.step)
+            return [(0.0, 1.0)]
+
+    monkeypatch.setattr(runtime_module, "ErrorReadout", Readout)
+    one = CodecRuntime(partition_on(device), "balanced", None, 0.1, lambda values: values)
+    one.begin_run(3)
+    for _ in range(3):
+        one.layer_codecs("a", 1, 0, SIZES).stats.quant_errors.append(quant_error(0.0, 1.0))
+        one.end_step()
+    assert found == read
+    assert [report.errors for report in one.reports] == [{"a": 0.0}] * 3  # also of the last step
 
 
 @pytest.mark.parametrize("backend", [kernels.TORCH, kernels.TRITON])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("bad_steps", "exact"), [({3}, {4}), ({3, 4}, {4}), ({0}, {1})], ids=str)
+@pytest.mark.parametrize(("bad_steps", "exact"), [({3}, {5}), ({3, 4}, {5}), ({3, 5}, {5}), ({0}, {2})], ids=str)
 def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
     monkeypatch: pytest.MonkeyPatch, backend: str, bad: float, bad_steps: set[int], exact: set[int]
 ) -> None:
@@ -203,17 +246,18 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
         codecs.decode(payload, link_state.received, codec, None, found)
         layer_codecs.stats.quant_errors += [error] if error else []
         one.end_step()
-        assert step in bad_steps or found.isfinite().all()
+        follows_bad = step in bad_steps or (step - 1 in bad_steps - found_exact and not codec.is_exact)
+        assert found.isfinite().all() != follows_bad
         errors.append((found - values).norm() / values.norm())
         found_exact |= {step} if codec.is_exact else set()
         for reference in (link_state.sent, link_state.received):
-            assert reference.predict(0.5).isfinite().all() or (step in bad_steps and not codec.is_exact)
+            assert reference.predict(0.5).isfinite().all() or (follows_bad and not codec.is_exact)
         torch.testing.assert_close(
             link_state.sent.predict(0.5), link_state.received.predict(0.5), rtol=0, atol=0, equal_nan=True
         )
     assert found_exact == exact
     if bad_steps == {3}:
-        assert errors[4] == 0 and 0 < errors[5] < 1.5 * max(errors[1:3])
+        assert errors[5] == 0 and 0 < errors[6] < 1.5 * max(errors[1:3])
 
 
 def test_unknown_layers_are_logged_with_the_nearest_names() -> None:

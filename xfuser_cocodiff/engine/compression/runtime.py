@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import EXACT, QuantError
+from xfuser_cocodiff.engine.compression.codecs import EXACT
+from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
@@ -94,6 +93,38 @@ class StepReport:
         return max(self.errors.values(), default=0.0)
 
 
+@dataclass
+class _StartedReport:
+    """A step's report, and its errors on their way from the device."""
+
+    report: StepReport
+    """The report, without errors until they are read."""
+    num_errors: list[tuple[str, int]]
+    """Name of each layer, and number of its errors."""
+    counts_repeats: bool
+    """Whether tensors that are not finite were repeated already."""
+    readout: ErrorReadout | None
+    """Errors of all layers; None once they are read."""
+
+    def read(self) -> StepReport:
+        """Return the report with the relative error of each layer, once these have arrived."""
+        readout, self.readout = self.readout, None
+        if readout is None:
+            return self.report
+        energies, not_finite = iter(readout.read()), 0
+        for layer, count in self.num_errors:
+            pairs = list(itertools.islice(energies, count))
+            finite = [pair for pair in pairs if math.isfinite(pair[0])]
+            not_finite += len(pairs) - len(finite)
+            error_energy, value_energy = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
+            error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
+            self.report.errors[layer] = max(error, self.report.errors.get(layer, 0.0))
+        if not self.counts_repeats:
+            self.report.not_finite = not_finite
+            self.report.repeated += not_finite
+        return self.report
+
+
 class CodecRuntime:
     """Codecs and link references of the current run. All ranks must call its methods in the same order.
 
@@ -153,7 +184,7 @@ class CodecRuntime:
         """Current step, from 0."""
         self.total: int | None = None
         """Number of steps; None if unknown."""
-        self.reports: list[StepReport] = []
+        self._started: list[_StartedReport] = []
         """Reports of the run's steps so far."""
 
     def _schedule_for(self, total: int | None) -> CodecSchedule:
@@ -176,7 +207,7 @@ class CodecRuntime:
         self.schedule, self._is_certain = self._schedule_for(total), is_certain
         self.step, self.total = step, total
         self._transformers.clear()
-        self._int8_references, self.reports = False, []
+        self._int8_references, self._started = False, []
 
     def end_run(self) -> None:
         """End the run, or abort it, and drop its references."""
@@ -188,54 +219,65 @@ class CodecRuntime:
         self.inactive_reason = reason
 
     def end_step(self) -> None:
-        """End a step: report it, and make the next one a keyframe if the error of any rank asks for it."""
+        """End a step: report it, and make the next one a keyframe if the error of any rank asks for it.
+
+        On accelerators the errors of the step before decide, which have arrived by now: for those of this step the host
+        would wait, and the device would then wait for the host.
+        """
         if not self.is_running:
             return
-        report = self._report()
-        self.reports.append(report)
-        self._log(report)
-        if self._max_error is not None or self._checks_after_step:
-            error, not_finite = self._max_over_ranks([report.error, float(report.not_finite)])
-            self._recovers = not_finite > 0
-            self._forces_keyframe = self._recovers or (self._max_error is not None and error > self._max_error)
+        started = self._start_report()
+        self._started.append(started)
+        self._log(started.report)
+        if not self._checks_after_step:
+            report = started.read()
+            if self._max_error is not None:
+                self._decide_on_keyframe(report)
+        elif len(self._started) > 1:
+            self._decide_on_keyframe(self._started[-2].read(), since=started.report)
         self.step += 1
         if self.step == self.total:
             self.end_run()
 
-    def _report(self) -> StepReport:
-        """Return the report of the current step, and reset the statistics."""
-        stats = [state.stats for state in self._states.values()]
-        errors, not_finite = self._layer_errors()
-        for state in self._states.values():
+    def _decide_on_keyframe(self, report: StepReport, since: StepReport | None = None) -> None:
+        """Decide whether the next step is lossless, by the errors of a step on all ranks.
+
+        Args:
+            report: report of that step.
+            since: report of a step after it. If that one was a keyframe, wrong references are already replaced.
+        """
+        error, not_finite = self._max_over_ranks([report.error, float(report.not_finite)])
+        has_recovered, was_keyframe = (self._recovers, since.was_keyframe) if since else (False, False)
+        exceeds = self._max_error is not None and error > self._max_error
+        self._recovers = not_finite > 0 and not has_recovered
+        self._forces_keyframe = self._recovers or (exceeds and not was_keyframe)
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Reports of the run's steps so far. On accelerators the host waits for the last step's errors."""
+        return [each.read() for each in self._started]
+
+    def _start_report(self) -> _StartedReport:
+        """Start the report of the current step, and reset the statistics."""
+        states = list(self._states.values())
+        stats = [state.stats for state in states]
+        for state in states:
             state.stats = CodecStats()
-        unrepeated = not_finite if self._checks_after_step else 0  # else these messages were repeated
-        return StepReport(
+        report = StepReport(
             self.step,
-            errors,
+            {},
             sum(each.sent_bytes for each in stats),
             sum(each.exact_bytes for each in stats),
-            sum(each.repeated for each in stats) + unrepeated,
-            unrepeated,
+            sum(each.repeated for each in stats),
+            0,
             self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
             self.reference_bytes,
             sum(state.is_exact for state in self._states.values()),
             tuple(dict.fromkeys(each.layer for each in self._states.values() if each.gathers_kv and not each.is_exact)),
         )
-
-    def _layer_errors(self) -> tuple[dict[str, float], int]:
-        """Return the relative error of each layer, and the number of tensors whose values are not finite."""
-        of_states = [state.stats.quant_errors for state in self._states.values()]
-        energies = iter(_to_floats([error for errors in of_states for error in errors]))
-        found: dict[str, float] = {}
-        not_finite = 0
-        for state, quant_errors in zip(self._states.values(), of_states, strict=True):
-            pairs = list(itertools.islice(energies, len(quant_errors)))
-            finite = [pair for pair in pairs if math.isfinite(pair[0])]
-            not_finite += len(pairs) - len(finite)
-            error_energy, value_energy = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
-            error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
-            found[state.layer] = max(error, found.get(state.layer, 0.0))
-        return found, not_finite
+        errors = [error for each in stats for error in each.quant_errors]
+        num_errors = [(state.layer, len(each.quant_errors)) for state, each in zip(states, stats, strict=True)]
+        return _StartedReport(report, num_errors, not self._checks_after_step, ErrorReadout(errors))
 
     def drop_layer(self, key: Hashable, branch: int) -> None:
         """Drop the references of a layer in a branch, whose next call begins with a keyframe.
@@ -513,9 +555,3 @@ class CodecRuntime:
             for link_states in (state.link_states, state.ring_link_states)
             for link_state in link_states.values()
         ]
-
-
-def _to_floats(errors: list[QuantError]) -> list[tuple[float, float]]:
-    """Return error and value energies as numbers, with a single device sync."""
-    flat = torch.stack([energy for error in errors for energy in error]).tolist() if errors else []
-    return list(zip(flat[::2], flat[1::2], strict=True))

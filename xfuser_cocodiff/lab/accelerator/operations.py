@@ -79,7 +79,7 @@ class Operations(TorchDispatchMode):
         creates = any(isinstance(leaf, torch.device) and leaf.type == self._device.type for leaf in leaves)
         pending = [leaf for leaf in leaves if isinstance(leaf, AsyncCollectiveTensor)]
         if not creates and not pending and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            return func(*args, **kwargs)
+            return func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
         if func.namespace == "c10d":
             self._num_unrepeatable += 1
             return self._collectives.run(func, args)
@@ -162,7 +162,8 @@ class Operations(TorchDispatchMode):
             self._copy(args[0].nbytes, is_asynchronous or bool(args[2:] and args[2]))
             if isinstance(args[0], FakeTensor):
                 self._provenance.write(args[0], self._provenance.new())
-            return args[0]
+                return args[0]
+            return args[0].zero_()  # as all values of the device that are read
         return NotImplemented
 
     def _copy(self, num_bytes: int, is_asynchronous: bool) -> None:
