@@ -147,7 +147,7 @@ def run_all_to_alls(
             {"q": codec, "k": codec, "v": codec, "o": codec_of_o},
             link_states,
             stats,
-            seed=step,
+            step=step,
             single_stage=single_stage,
         )
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
@@ -218,7 +218,7 @@ def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tupl
         if step in bad:
             wholes["v"][0, 15, 3, 1] = torch.nan  # from rank 0 for rank 3; rank 1 sends it if staged
         layer_codecs = LayerCodecs(
-            partition, dict.fromkeys("qkvo", codec), link_states, stats, seed=step, single_stage=single_stage
+            partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step, single_stage=single_stage
         )
         v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
@@ -262,7 +262,7 @@ def abandon(rank: int, how: str) -> None:
         raise InterruptedError
 
     for step in range(STEPS):
-        layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, seed=step)
+        layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         all_expected = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
@@ -357,7 +357,7 @@ def test_virtual_ranks_equal_a_codec_per_pair(
 
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
-            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, link_states, stats, seed=step
+            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, link_states, stats, step=step
         )
         qkv = virtual.transmit("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
         [o] = virtual.transmit("o", [whole("o", step)], SEGMENTS, layer_codecs)

@@ -4,6 +4,11 @@ Both ends of a link hold the same link reference: the values that the receiver d
 residual to a prediction from that reference, and the sender updates its reference by the same arithmetic as the
 receiver. What a step leaves out is therefore part of the next step's residual: error feedback without extra traffic.
 
+Branches of classifier-free guidance may be coded together. Of a following branch, the difference to the leading branch
+is coded, against a reference of that difference. The sender subtracts the true values of the leading branch, and the
+receiver adds those that it has decoded. So both branches have the error of the leading one, and most of it cancels in
+the guided sum, which amplifies errors that differ.
+
 Sizes in shapes: P slots, one per destination; L links, the slots of other ranks; G groups of tokens, H heads, T tokens,
 D head dim. A group has the tokens of one sample from one rank.
 """
@@ -20,7 +25,7 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, row_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.engine.topology import devices
 
@@ -98,6 +103,11 @@ class Codec:
         return self.predictor == ADAPTIVE and not (self.is_exact or self.sends_nothing or self.is_keyframe)
 
     @property
+    def sends_values(self) -> bool:
+        """Whether values are sent themselves, and not quantized residuals; they have no difference to other values."""
+        return self.bits is None and not self.sends_nothing
+
+    @property
     def is_stateless(self) -> bool:
         """Whether no reference is needed."""
         return self.is_exact or self.is_keyframe
@@ -114,8 +124,44 @@ class Codec:
 EXACT = Codec()
 
 
+class Lead(NamedTuple):
+    """The leading branch of a tensor at one end of its links, for a branch that follows it."""
+
+    reference: LinkReference
+    """Reference of the leading branch at this end; its weight is 0."""
+    weight: float
+    """Weight of the leading branch in the difference that is coded; 0 to code the values by themselves."""
+    next_weight: float
+    """Weight of the leading branch in the reference that is left for the next step."""
+    values: torch.Tensor | None = None
+    """At the sender, the values that the leading branch has sent in this step, (L, G, H, T, D)."""
+    error_energy: torch.Tensor | None = None
+    """At the sender, their sum of squared reconstruction errors, float32; None if they were sent losslessly."""
+
+    @property
+    def base(self) -> Base | None:
+        """What is subtracted before encoding and added after decoding; None if nothing is."""
+        if not self.weight:
+            return None
+        return Base(self.reference.predict() if self.values is None else self.values, self.weight)
+
+    def alone(self) -> "Lead":
+        """Return the lead of a tensor whose values are coded by themselves after all."""
+        return self._replace(weight=0.0)
+
+    def prepare(self, reference: LinkReference, codec: Codec) -> None:
+        """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
+        if not codec.is_stateless:
+            reference.rebase(self.weight, self.reference)
+
+
 def select_tokens(
-    values: torch.Tensor, reference: LinkReference, codec: Codec, seed: int, local_slots: range | None = None
+    values: torch.Tensor,
+    reference: LinkReference,
+    codec: Codec,
+    seed: int,
+    local_slots: range | None = None,
+    lead: Lead | None = None,
 ) -> ActiveTokens:
     """Return the active tokens of each group: those with the highest scores.
 
@@ -125,6 +171,7 @@ def select_tokens(
         codec: gives the number of tokens and the score.
         seed: seed of random scores.
         local_slots: slots of this rank, which are skipped; None for none.
+        lead: leading branch that the reference was prepared for; None if there is none.
     """
     tokens = values.shape[TOKEN_DIM]
     if codec.score == RANDOM:
@@ -136,11 +183,11 @@ def select_tokens(
         scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
         values = rows.remote_slots(values, local_slots)
-        last = reference.predict() if reference.last_values is None else reference.last_values
+        last = decoded_values(reference, lead) if reference.last_values is None else reference.last_values
         scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
         reference.last_values = values.clone(memory_format=torch.contiguous_format)
     else:
-        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots)
+        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots, _base(lead))
     count = codec.num_active(tokens)
     mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
     return ActiveTokens(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
@@ -162,6 +209,7 @@ def encode(
     active: ActiveTokens | None,
     payload: torch.Tensor,
     local_slots: range | None = None,
+    lead: Lead | None = None,
 ) -> QuantError | None:
     """Encode values into a payload, and advance the sender's reference to the values that the receiver decodes.
 
@@ -172,6 +220,7 @@ def encode(
         active: tokens that are sent; None for all.
         payload: uint8 (P, n), written; see :func:`kernels.encode`.
         local_slots: slots of this rank, which are skipped; None for none.
+        lead: leading branch that the reference was prepared for; None if there is none.
 
     Returns:
         The reconstruction error, or None if the codec is lossless.
@@ -179,19 +228,42 @@ def encode(
     if codec.sends_nothing:
         reference.advance_unsent(codec.predictor)
         remote = rows.remote_slots(values, local_slots)
-        return QuantError(energy(remote - reference.predict()), energy(remote))
-    prediction = _prediction(codec, reference, values, local_slots)
-    result = kernels.encode(values, prediction, codec.bits, active, payload, local_slots, codec.sends_gain)
-    reference.advance(result.reference, bool(codec.predictor))
+        return QuantError(energy(remote - decoded_values(reference, lead)), energy(remote))
+    base, prediction = _base(lead), _prediction(codec, reference, values, local_slots)
+    result = kernels.encode(values, prediction, codec.bits, active, payload, local_slots, codec.sends_gain, base)
+    reference.advance(result.reference, bool(codec.predictor), base.weight if base else 0.0)
     reference.gains = reference.gains if result.gains is None else result.gains
     if codec.is_stateless:
         reference.last_values = None  # the reference is of this step
-    if result.error_energy is None:
-        return None
     error_energy = result.error_energy
+    if error_energy is not None:
+        error_energy = _error_energy(error_energy, values, reference, local_slots, lead)
+    if lead:
+        reference.rebase(lead.next_weight, lead.reference)
+    return None if error_energy is None else QuantError(error_energy, result.value_energy)
+
+
+def _error_energy(
+    energy_of_coded: torch.Tensor,
+    values: torch.Tensor,
+    reference: LinkReference,
+    local_slots: range | None,
+    lead: Lead | None,
+) -> torch.Tensor:
+    """Return the sum of squared errors of the values that a receiver decodes.
+
+    Args:
+        energy_of_coded: sum of squared errors of what was coded: the values, or their difference to the leading branch.
+        values: (P, G, H, T, D).
+        reference: the sender's, after it has advanced.
+        local_slots: slots of this rank, which are skipped; None for none.
+        lead: leading branch; None if there is none.
+    """
     if reference.is_int8:  # storing the reference in int8 adds to the error
-        error_energy = energy(rows.remote_slots(values, local_slots) - reference.predict())
-    return QuantError(error_energy, result.value_energy)
+        return energy(rows.remote_slots(values, local_slots) - decoded_values(reference, lead))
+    if lead is None or not lead.weight or lead.error_energy is None:
+        return energy_of_coded
+    return energy_of_coded + lead.weight**2 * lead.error_energy  # both errors are independent
 
 
 def decode(
@@ -201,6 +273,7 @@ def decode(
     active: ActiveTokens | None,
     target: torch.Tensor,
     local_slots: range | None = None,
+    lead: Lead | None = None,
 ) -> None:
     """Decode a payload into the target, and advance the receiver's reference to the decoded values.
 
@@ -211,14 +284,29 @@ def decode(
         active: the sender's active tokens; None for all.
         target: (P, G, H, T, D), of any strides, written.
         local_slots: slots of this rank, which are skipped; None for none.
+        lead: leading branch that the reference was prepared for; None if there is none.
     """
     if codec.sends_nothing:
         reference.advance_unsent(codec.predictor)
-        rows.write_remote_slots(target, reference.predict(), local_slots)
+        rows.write_remote_slots(target, decoded_values(reference, lead), local_slots)
         return
-    prediction = _prediction(codec, reference, target, local_slots)
-    decoded = kernels.decode(payload, prediction, codec.bits, active, target, local_slots, codec.sends_gain)
-    reference.advance(decoded, bool(codec.predictor))
+    base, prediction = _base(lead), _prediction(codec, reference, target, local_slots)
+    decoded = kernels.decode(payload, prediction, codec.bits, active, target, local_slots, codec.sends_gain, base)
+    reference.advance(decoded, bool(codec.predictor), base.weight if base else 0.0)
+    if lead:
+        reference.rebase(lead.next_weight, lead.reference)
+
+
+def _base(lead: Lead | None) -> Base | None:
+    return lead.base if lead else None
+
+
+def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
+    """Return the values that receivers have decoded, (L, G, H, T, D)."""
+    decoded = reference.predict()
+    if lead is None or not reference.weight:
+        return decoded
+    return (decoded.float() + reference.weight * lead.reference.predict().float()).to(decoded.dtype)
 
 
 def _prediction(

@@ -6,6 +6,7 @@ Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,31 @@ from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Lead, QuantError
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
+from xfuser_cocodiff.engine.kernels import rows
+from xfuser_cocodiff.engine.kernels.quantize import from_int8, to_int8
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
+
+
+@dataclass
+class SentValues:
+    """Values of a leading branch that this rank has sent in a step."""
+
+    step: int
+    """The step."""
+    shape: tuple[int, ...]
+    """Their shape (L, G, H, T, D)."""
+    dtype: torch.dtype
+    """Their type."""
+    kept: tuple[torch.Tensor, ...] = ()
+    """The values, or their int8 levels and codes; empty if they are not kept."""
+    error_energy: torch.Tensor | None = None
+    """Sum of squared reconstruction errors, float32; None if they were sent losslessly."""
+
+    def read(self) -> torch.Tensor:
+        """Return the values, (L, G, H, T, D)."""
+        return from_int8(*self.kept).to(self.dtype) if len(self.kept) > 1 else self.kept[0]
 
 
 @dataclass
@@ -28,11 +51,24 @@ class LinkState:
     """Reference of the values that this rank receives."""
     in_flight: bool = False
     """Whether a collective has started and not ended; the references of both ends may differ until it has."""
+    sent_values: SentValues | None = None
+    """Values that this rank sent last, if others may be coded as differences to them."""
 
     @property
     def nbytes(self) -> int:
-        """Memory of both references in bytes."""
-        return self.sent.nbytes + self.received.nbytes
+        """Memory of both references, and of the values that are kept, in bytes."""
+        kept = self.sent_values.kept if self.sent_values else ()
+        return self.sent.nbytes + self.received.nbytes + sum(tensor.nbytes for tensor in kept)
+
+    def note_error(self, error: QuantError) -> None:
+        """Note the reconstruction error of the sent values, which becomes part of those of other branches."""
+        if self.sent_values:
+            self.sent_values.error_energy = error.error_energy
+
+    def drop_kept(self) -> None:
+        """Drop the values that are kept: no difference to them is coded."""
+        if self.sent_values:
+            self.sent_values.kept = ()
 
     def to_int8(self, comm_stream: CommStream | None = None) -> None:
         """Store the references in int8 from now on; the other ends must do so between the same two collectives.
@@ -45,6 +81,7 @@ class LinkState:
         else:
             self.sent.to_int8()
         self.received.to_int8()
+        self.drop_kept()
 
 
 @dataclass
@@ -84,8 +121,8 @@ class LayerCodecs:
     """Link states of the layer by tensor and head group; they outlive the step."""
     stats: CodecStats
     """Statistics that the collectives add to."""
-    seed: int = 0
-    """Seed of random token scores; differs between steps."""
+    step: int = 0
+    """Step of the run, from 0; also the seed of random token scores."""
     int8_references: bool = False
     """Whether references are stored in int8."""
     keyframe_codec: Codec = EXACT
@@ -94,6 +131,12 @@ class LayerCodecs:
     """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`; references fit one of the two forms only."""
     gathers_kv: bool = False
     """Whether K and V are gathered along the slow axes, and Q and O stay off them."""
+    joint: float = 0.0
+    """Weight of the leading branch in the difference that is coded of other branches; 0 to code each by itself."""
+    leader: Mapping[tuple[str, HeadGroup], LinkState] | None = None
+    """Link states of this layer in the leading branch; None in that branch, and where there is none."""
+    keeps_values: bool = False
+    """Whether other branches of this layer follow in this step, for which sent values are kept."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
 
@@ -109,20 +152,90 @@ class LayerCodecs:
             self.link_states[name, head_group] = LinkState(sent, received)
         return self.link_states[name, head_group]
 
+    def leader_of(self, name: str, head_group: HeadGroup) -> LinkState | None:
+        """Return the link state of a tensor in the leading branch; None if the tensor follows none."""
+        return self.leader.get((name, head_group)) if self.leader else None
+
+    def note_sent(self, name: str, head_group: HeadGroup, values: torch.Tensor, local_slots: range | None) -> None:
+        """Note the values (P, G, H, T, D) that a tensor sends in this step, and keep them for branches that follow."""
+        if not self.joint or self.leader is not None:
+            return
+        shape = (rows.num_links(len(values), local_slots), *values.shape[1:])
+        sent = SentValues(self.step, shape, values.dtype)
+        if self.keeps_values:
+            remote = rows.remote_slots(values, local_slots)
+            is_int8, layout = self.int8_references, torch.contiguous_format
+            sent.kept = to_int8(remote) if is_int8 else (remote.clone(memory_format=layout),)
+        self.link_state(name, head_group).sent_values = sent
+
+
+class Joint(NamedTuple):
+    """How a tensor of a following branch is coded in a step, the same at both ends of its links."""
+
+    leader: LinkState
+    """Link state of the tensor in the leading branch."""
+    weight: float
+    """See :attr:`Lead.weight`."""
+    next_weight: float
+    """See :attr:`Lead.next_weight`."""
+
+    def at_sender(self) -> Lead:
+        """Return the leading branch at the sender's end."""
+        if not self.weight:
+            return Lead(self.leader.sent, self.weight, self.next_weight)
+        sent = self.leader.sent_values
+        return Lead(self.leader.sent, self.weight, self.next_weight, sent.read(), sent.error_energy)
+
+    def at_receiver(self) -> Lead:
+        """Return the leading branch at the receiver's end."""
+        return Lead(self.leader.received, self.weight, self.next_weight)
+
+
+def joint_for(
+    layer_codecs: LayerCodecs,
+    name: str,
+    head_group: HeadGroup,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    codec: Codec,
+) -> Joint | None:
+    """Return how a tensor (L, G, H, T, D) is coded with the leading branch; None if it follows none.
+
+    It is coded by itself unless the leading branch has sent this tensor in this step, and has kept it. The result
+    depends on shapes and earlier collectives only, which are equal at both ends.
+
+    Args:
+        layer_codecs: codecs of the layer.
+        name: the tensor's letter.
+        head_group: head group of the values.
+        shape: (L, G, H, T, D).
+        dtype: type of the values.
+        codec: codec of the tensor.
+    """
+    leader = layer_codecs.leader_of(name, head_group)
+    if leader is None:
+        return None
+    sent, weight = leader.sent_values, layer_codecs.joint
+    is_current = sent is not None and sent.step == layer_codecs.step and (sent.shape, sent.dtype) == (shape, dtype)
+    if leader.in_flight or not is_current or (codec.sends_values and not codec.is_stateless):
+        return Joint(leader, 0.0, 0.0)
+    return Joint(leader, weight if sent.kept and not codec.sends_values else 0.0, weight)
+
 
 def codec_for(
     layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: Sequence[int], dtype: torch.dtype
 ) -> Codec:
     """Return the codec of a tensor (L, G, H, T, D).
 
-    It is the keyframe codec if there is no reference or the last collective never ended, and sends all tokens of Q or K
-    if V has no selection for them. The result depends on shapes and earlier collectives only, which are equal on all
-    ranks.
+    It is the keyframe codec if there is no reference, not even the leading branch's where it is one of the difference,
+    or if the last collective never ended. It sends all tokens of Q or K if V has no selection for them. The result
+    depends on shapes and earlier collectives only, which are equal on all ranks.
     """
     codec, link_state = layer_codecs.codecs[name], layer_codecs.link_state(name, head_group)
     if codec.is_keyframe:
         return codec
-    if link_state.in_flight or not link_state.sent.fits(shape, dtype):
+    needed = [link_state, layer_codecs.leader_of(name, head_group)] if link_state.sent.weight else [link_state]
+    if any(each is None or each.in_flight or not each.sent.fits(shape, dtype) for each in needed):
         return layer_codecs.keyframe_codec
     if codec.selects_tokens and name not in codecs.SELECTING:
         selection = layer_codecs.selections.get(("v", head_group))
@@ -138,6 +251,7 @@ def active_tokens_for(
     values: torch.Tensor,
     codec: Codec,
     local_slots: range | None = None,
+    lead: Lead | None = None,
 ) -> ActiveTokens | None:
     """Return the tokens of a tensor that are sent: its own selection or V's; None if all or no tokens are sent.
 
@@ -148,12 +262,13 @@ def active_tokens_for(
         values: (P, G, H, T, D).
         codec: codec of the tensor.
         local_slots: slots of this rank, which are skipped; None for none.
+        lead: leading branch at this end; None if there is none.
     """
     if not codec.selects_tokens:
         return None
     if name in codecs.SELECTING:
         reference = layer_codecs.link_state(name, head_group).sent
-        active = codecs.select_tokens(values, reference, codec, layer_codecs.seed, local_slots)
+        active = codecs.select_tokens(values, reference, codec, layer_codecs.step, local_slots, lead)
         layer_codecs.selections[name, head_group] = Selection(active)
         return active
     return layer_codecs.selections["v", head_group].sent

@@ -33,6 +33,9 @@ class LinkReference:
         """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
         self.last_values: torch.Tensor | None = None
         """Values of the step before, if the sender scores tokens by CHANGE."""
+        self.weight = 0.0
+        """Weight at which the leading branch's reference was subtracted from this one; 0 for a reference of the values
+        themselves."""
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Return whether there is a reference for values of this shape and type."""
@@ -56,23 +59,38 @@ class LinkReference:
         gain = _INITIAL_GAIN if predictor == ADAPTIVE else round(GAIN_STEPS * float(predictor))
         return _same_gain(gain, len(current), current.device)
 
-    def advance(self, values: torch.Tensor, keeps_previous: bool) -> None:
+    def advance(self, values: torch.Tensor, keeps_previous: bool, weight: float = 0.0) -> None:
         """Replace the reference.
 
         Args:
             values: new reference, (L, G, H, T, D).
-            keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape differs.
+            keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape or weight
+                differs.
+            weight: the new :attr:`weight`.
         """
+        if weight != self.weight:
+            self.weight, self.gains, keeps_previous = weight, None, False
         self._previous = self._current if keeps_previous and self.fits(values.shape, values.dtype) else ()
         self._dtype = values.dtype
         self._current = to_int8(values) if self.is_int8 else (values,)
+
+    def rebase(self, weight: float, leader: "LinkReference") -> None:
+        """Convert to a reference with another :attr:`weight`, the same at both ends.
+
+        Args:
+            weight: the new weight.
+            leader: reference of the leading branch, of the same shape.
+        """
+        if weight != self.weight:
+            values = self.predict() + leader.predict() * (self.weight - weight)
+            self.advance(values, keeps_previous=False, weight=weight)
 
     def advance_unsent(self, predictor: float | str) -> None:
         """Advance to the prediction, for a codec that sends nothing."""
         if predictor in (0.0, ADAPTIVE):  # an adaptive gain is not known to the receiver
             self._previous = self._current if predictor else ()
         else:
-            self.advance(self.predict(predictor), keeps_previous=True)
+            self.advance(self.predict(predictor), keeps_previous=True, weight=self.weight)
 
     def to_int8(self) -> None:
         """Store references in int8 from now on."""

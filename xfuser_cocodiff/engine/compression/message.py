@@ -15,11 +15,13 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import (
+    Joint,
     LayerCodecs,
     LinkState,
     active_tokens_for,
     codec_for,
     is_finite,
+    joint_for,
 )
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
@@ -71,6 +73,7 @@ class Message:
         self._by_name = dict(sorted(zip(names, values, strict=True), key=lambda pair: pair[0] != "v"))
         self._links = rows.num_links(len(values[0]), self._unsent_slots)
         self._codecs: dict[str, Codec] = {}
+        self._joints: dict[str, Joint | None] = {}
 
     def encode(self) -> torch.Tensor:
         """Choose codecs and active tokens, encode the values, and mark the link states as in flight.
@@ -81,11 +84,14 @@ class Message:
         active: dict[str, ActiveTokens | None] = {}
         for name, values in self._by_name.items():
             shape = self._link_shape(values)
-            codec = codec_for(self._layer_codecs, name, self._head_group, shape, values.dtype)
-            active[name] = active_tokens_for(
-                self._layer_codecs, name, self._head_group, values, codec, self._unsent_slots
-            )
-            self._codecs[name] = codec
+            of_tensor = self._layer_codecs, name, self._head_group
+            self._codecs[name] = codec = codec_for(*of_tensor, shape, values.dtype)
+            self._joints[name] = joint = joint_for(*of_tensor, shape, values.dtype, codec)
+            lead = joint.at_sender() if joint else None
+            if lead:
+                lead.prepare(self._link_state(name).sent, codec)
+            active[name] = active_tokens_for(*of_tensor, values, codec, self._unsent_slots, lead)
+            self._layer_codecs.note_sent(name, self._head_group, values, self._unsent_slots)
             self._link_state(name).in_flight = True
             self._layer_codecs.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
         return self._encode_sections(active)
@@ -103,10 +109,13 @@ class Message:
             tokens = active.get(name)
             if mask.nbytes and tokens:
                 codecs.pack_active(tokens, mask, self._unsent_slots)
-            values, reference = self._by_name[name], self._link_state(name).sent
-            error = codecs.encode(values, reference, self._codecs[name], tokens, payload, self._unsent_slots)
+            values, link_state, joint = self._by_name[name], self._link_state(name), self._joints[name]
+            lead = joint.at_sender() if joint else None
+            codec = self._codecs[name]
+            error = codecs.encode(values, link_state.sent, codec, tokens, payload, self._unsent_slots, lead)
             if error:
                 errors.append(error)
+                link_state.note_error(error)
         stats.quant_errors += errors
         if _carries_flag(buffer):
             buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, errors)) else _NOT_FINITE)
@@ -131,14 +140,25 @@ class Message:
         self._read_selections(received)
         if _carries_flag(received) and received[:, :_FLAG_BYTES].any():
             self._layer_codecs.stats.repeated += 1
-            self._codecs = dict.fromkeys(self._by_name, EXACT)
+            self._repeat_losslessly()
             received = resend(self._encode_sections({}))
         target_of = dict(zip(self.names, targets, strict=True))
+        leads = {name: joint.at_receiver() if joint else None for name, joint in self._joints.items()}
+        for name, lead in leads.items():
+            if lead:
+                lead.prepare(self._link_state(name).received, self._codecs[name])
         for name, _, payload in self._sections(received):
             codec, link_state = self._codecs[name], self._link_state(name)
             link_state.in_flight = False
             active = self._received_tokens(name) if codec.selects_tokens else None
-            codecs.decode(payload, link_state.received, codec, active, target_of[name], self._local_slots)
+            target, lead = target_of[name], leads[name]
+            codecs.decode(payload, link_state.received, codec, active, target, self._local_slots, lead)
+
+    def _repeat_losslessly(self) -> None:
+        """Send all tensors by themselves, and no differences to them in this step."""
+        for name, joint in self._joints.items():
+            self._codecs[name], self._joints[name] = EXACT, joint and joint._replace(weight=0.0)
+            self._link_state(name).drop_kept()
 
     def _read_selections(self, received: torch.Tensor) -> None:
         """Read the token masks of other ranks, before a second message without them may replace the first.

@@ -24,7 +24,7 @@ from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 NOTATION = (
     "'warmup=2,first=8,refresh=10,cached=0->0.5,bits=4->2,bits_q=1.6,bits_o=2,score=drift,predictor=auto,"
-    "exact=blocks.0+blocks.1', any subset of these, or '@FILE' with or without some of them behind a comma"
+    "joint=1,exact=blocks.0+blocks.1', any subset of these, or '@FILE' with or without some of them behind a comma"
 )
 Ramp = tuple[float, float]
 """Values at the first and the last step."""
@@ -61,6 +61,9 @@ class CodecSchedule:
     """Score that selects active tokens, one of codecs.SCORES."""
     predictor: float | str = 0.0
     """Gain of the prediction, see :attr:`Codec.predictor`."""
+    joint: float = 0.0
+    """Weight of the first branch of guidance in the difference that is coded of the others; 0 to code each by itself,
+    see :mod:`codecs`."""
     exact: tuple[str, ...] = ()
     """Layers that are lossless at all steps, by name or by prefix up to a dot."""
     allocation: BitAllocation | None = None
@@ -211,12 +214,17 @@ def _read_count(text: str) -> int:
     return int(text)
 
 
-def _read_fraction(text: str) -> float:
-    """Read a number from 0 to 1."""
+def _read_fraction(text: str, maximum: float = 1.0) -> float:
+    """Read a number from 0 to a maximum."""
     value = float(text)
-    if not 0 <= value <= 1:
+    if not 0 <= value <= maximum:
         raise ValueError
     return value
+
+
+def _read_weight(text: str) -> float:
+    """Read a weight from 0 to 2."""
+    return _read_fraction(text, 2.0)
 
 
 def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
@@ -268,10 +276,11 @@ _READERS = {
     **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _BITS_RAMP),
     "score": (_one_of(SCORES), ", ".join(SCORES)),
     "predictor": (lambda text: text if text == ADAPTIVE else _read_fraction(text), f"{_FRACTIONS}, and {ADAPTIVE}"),
+    "joint": (_read_weight, "weights from 0 to 2"),
     "exact": (_read_names, "prefixes of layer names, joined by +"),
 }
 """Reader of each key's value, and its valid values in words."""
-_BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "exact")
+_BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "joint", "exact")
 """Keys that may follow a file."""
 
 PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)

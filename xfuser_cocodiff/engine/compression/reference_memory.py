@@ -1,8 +1,9 @@
 """Memory of link references, and what a memory budget changes.
 
-Both ends of a slow link store the values that crossed it last, and with extrapolation those of the step before. A
-budget is met in two ways: references are stored in int8, and if they still do not fit, the layers that are called last
-in a step stay lossless and have no references. Layers save in proportion to their references, and in the images of
+Both ends of a slow link store the values that crossed it last, and with extrapolation those of the step before. Where
+branches of guidance are coded together, the sender also keeps the values of the leading one. A budget is met in two
+ways: references are stored in int8, and if they still do not fit, the layers that are called last in a step stay
+lossless and have no references. Layers save in proportion to their references, and in the images of
 the small trained model it made no difference which of them were lossless; so their order decides. No forecast is
 needed: each layer reserves memory at its first call, for all references that it is going to have.
 """
@@ -75,7 +76,14 @@ class ReferenceBytes(NamedTuple):
     """Bytes in int8."""
 
     @classmethod
-    def of(cls, sizes: LayerSizes, schedule: CodecSchedule, num_slow: int, num_gathered: int = 1) -> "ReferenceBytes":
+    def of(
+        cls,
+        sizes: LayerSizes,
+        schedule: CodecSchedule,
+        num_slow: int,
+        num_gathered: int = 1,
+        keeps_leader: bool = False,
+    ) -> "ReferenceBytes":
         """Return the memory for a layer.
 
         In an all-to-all, a rank sends as much as it receives and has references of both. In an all-gather it has
@@ -86,10 +94,12 @@ class ReferenceBytes(NamedTuple):
             schedule: codec schedule of the run.
             num_slow: coordinates on the slow axes of all-to-alls.
             num_gathered: coordinates on the slow axes along which K and V are gathered, as in a ring.
+            keeps_leader: whether values of the leading branch are kept for this one.
         """
         crossing, is_gathered = sizes.crossing(num_slow), num_gathered > 1
         gathered = 2 * sizes.num_v_values * num_gathered if is_gathered else 0
         num_values = (2 if schedule.predictor else 1) * (2 * crossing.num_values + gathered)
+        num_values += keeps_leader * (crossing.num_values + 2 * is_gathered * sizes.num_v_values)
         needs_last_values = schedule.score == CHANGE and any(schedule.cached)
         num_scored = crossing.num_v_values + (sizes.num_v_values if is_gathered else 0)
         last_values = num_scored * sizes.value_bytes if needs_last_values else 0

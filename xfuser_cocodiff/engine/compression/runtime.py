@@ -310,7 +310,9 @@ class CodecRuntime:
         state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv)
         if state is None or not (self._partition or self.virtual_ranks):
             return None
-        return self._codecs_of(state, self._partition, state.link_states)
+        leader = self._leader_of(state, key, branch)
+        codecs = self._codecs_of(state, self._partition, state.link_states, self._is_followed(key, branch))
+        return replace(codecs, leader=leader.link_states) if leader else codecs
 
     def ring_codecs(
         self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable = None
@@ -319,7 +321,19 @@ class CodecRuntime:
         state = self._state_of(layer, key, branch, sizes, transformer)
         if state is None or self._ring_partition is None:
             return None
-        return self._codecs_of(state, self._ring_partition, state.ring_link_states)
+        leader = self._leader_of(state, key, branch)
+        codecs = self._codecs_of(state, self._ring_partition, state.ring_link_states, self._is_followed(key, branch))
+        return replace(codecs, leader=leader.ring_link_states) if leader else codecs
+
+    def _leader_of(self, state: _LayerState, key: Hashable, branch: int) -> _LayerState | None:
+        """Return a layer's state in the branch that leads another one; None where each is coded by itself."""
+        leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
+        of_both = {(each.is_exact, each.single_stage, each.gathers_kv) for each in (state, leader) if each}
+        return leader if len(of_both) == 1 else None
+
+    def _is_followed(self, key: Hashable, branch: int) -> bool:
+        """Return whether a layer's values are kept for other branches, which have called it in this run."""
+        return bool(self.schedule.joint) and branch == 0 and (key, 1) in self._states
 
     def _state_of(
         self,
@@ -334,7 +348,10 @@ class CodecRuntime:
         if not self.is_running:
             return None
         if (key, branch) not in self._states:
-            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv)
+            # The first branch that follows another counts the values that are kept for all.
+            leader = self._states.get((key, 0)) if branch == 1 and self.schedule.joint else None
+            keeps_leader = leader is not None and not leader.is_exact
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, keeps_leader)
         state = self._states[key, branch]
         state.last_step = self.step
         if not state.is_exact:
@@ -344,8 +361,10 @@ class CodecRuntime:
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 
-    def _codecs_of(self, state: _LayerState, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
-        """Return a layer's codecs at this step for given link states."""
+    def _codecs_of(
+        self, state: _LayerState, partition: AxisPartition | None, link_states: dict, keeps_values: bool
+    ) -> LayerCodecs:
+        """Return a layer's codecs at this step for given link states, of a branch that follows no other."""
         codecs = self.schedule.codecs(self.step, self.total, state.layer)
         keyframe_codec = self.schedule.keyframe_codec
         if not self._is_certain:
@@ -361,11 +380,13 @@ class CodecRuntime:
             codecs,
             link_states,
             state.stats,
-            seed=self.step,
+            step=self.step,
             int8_references=self._int8_references,
             keyframe_codec=keyframe_codec,
             single_stage=state.single_stage,
             gathers_kv=state.gathers_kv,
+            joint=self.schedule.joint,
+            keeps_values=keeps_values,
         )
 
     @property
@@ -392,7 +413,9 @@ class CodecRuntime:
         """Return the coordinates on slow axes of a layer's all-to-alls, and on those along which it gathers K and V."""
         return (1, self._num_slow) if gathers_kv else (self._num_slow, self._ring_num_slow)
 
-    def _new_state(self, layer: str, transformer: Hashable, sizes: LayerSizes, gathers_kv: bool) -> _LayerState:
+    def _new_state(
+        self, layer: str, transformer: Hashable, sizes: LayerSizes, gathers_kv: bool, keeps_leader: bool
+    ) -> _LayerState:
         """Return the state of a layer that a branch calls for the first time in this run."""
         self.has_coded_layers = True
         if self.schedule.allocation:
@@ -400,7 +423,7 @@ class CodecRuntime:
         if transformer not in self._transformers:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
-        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv))
+        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), keeps_leader)
         saved, added = coding_seconds = self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
         if not is_exact and not self._fits_budget(planned_bytes):

@@ -21,7 +21,13 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.codecs import EXACT
-from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, active_tokens_for, codec_for, is_finite
+from xfuser_cocodiff.engine.compression.layer_codecs import (
+    LayerCodecs,
+    active_tokens_for,
+    codec_for,
+    is_finite,
+    joint_for,
+)
 from xfuser_cocodiff.engine.topology.planner import has_outermost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -206,18 +212,27 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         layer_codecs: codecs of the layer.
         copies: number of receivers of each link's values.
     """
-    codec, stats = codec_for(layer_codecs, name, ALL_HEADS, values.shape, values.dtype), layer_codecs.stats
-    reference = layer_codecs.link_state(name, ALL_HEADS).sent
-    active = active_tokens_for(layer_codecs, name, ALL_HEADS, values, codec)
+    of_tensor, stats = (layer_codecs, name, ALL_HEADS), layer_codecs.stats
+    codec = codec_for(*of_tensor, values.shape, values.dtype)
+    joint = joint_for(*of_tensor, values.shape, values.dtype, codec)
+    link_state = layer_codecs.link_state(name, ALL_HEADS)
+    reference, lead = link_state.sent, joint.at_sender() if joint else None
+    if lead:
+        lead.prepare(reference, codec)
+    active = active_tokens_for(*of_tensor, values, codec, lead=lead)
+    layer_codecs.note_sent(name, ALL_HEADS, values, None)
     sizes = codecs.section_bytes(codec, name, values.shape, values.dtype)
     payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
-    error = codecs.encode(values, reference, codec, active, payload)
+    error = codecs.encode(values, reference, codec, active, payload, lead=lead)
     stats.sent_bytes += copies * len(values) * sum(map(codecs.aligned, sizes))
     stats.exact_bytes += copies * values.nbytes
     if error:
         stats.quant_errors.append(error)
+        link_state.note_error(error)
     if error and not is_finite(error):
         stats.repeated += 1
-        codecs.encode(values, reference, EXACT, None, torch.empty_like(values).flatten(1).view(torch.uint8))
+        link_state.drop_kept()
+        payload, lead = torch.empty_like(values).flatten(1).view(torch.uint8), lead and lead.alone()
+        codecs.encode(values, reference, EXACT, None, payload, lead=lead)
         return values
-    return values if codec.is_exact else reference.predict()
+    return values if codec.is_exact else codecs.decoded_values(reference, lead)

@@ -244,7 +244,7 @@ def _layer_all_to_alls(
     def call() -> None:
         layer_codecs, gather = None, partition if codecs else None
         if codecs:
-            layer_codecs = LayerCodecs(partition, codecs, link_states, CodecStats(), seed=0, gathers_kv=True)
+            layer_codecs = LayerCodecs(partition, codecs, link_states, CodecStats(), gathers_kv=True)
         ulysses_attention(query, key, value, _attend, mesh, layer_codecs=layer_codecs, gather=gather)
 
     call()  # the keyframe that creates the references
