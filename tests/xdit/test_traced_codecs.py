@@ -12,6 +12,7 @@ from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
 from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
@@ -65,16 +66,24 @@ class TwoLayers:
         rank: number of the rank.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.group, self.transformer, step = start(rank, depth=2)
+    def __init__(self, rank: int, depth: int = 2) -> None:
+        self.group, self.transformer, step = start(rank, depth=depth)
         self._given, self.gathered = inputs_of(self.transformer, step), []
+        self.gathering: list[str] = []
+        """Layers of these messages."""
 
     @torch.no_grad()
     def run(self, session: Session) -> list[torch.Tensor]:
         """Return the outputs of a declared run."""
         results, gather = [], kv_gather.start
         self.gathered.clear()
-        noting = lambda *given: self.gathered.append(given[2].tensors) or gather(*given)  # noqa: E731
+        self.gathering.clear()
+
+        def noting(tensors: list, partition: Any, label: Label, *given: Any) -> Any:
+            self.gathered.append(label.tensors)
+            self.gathering.append(label.layer)
+            return gather(tensors, partition, label, *given)
+
         with mock.patch.object(kv_gather, "start", noting):
             session.runs.begin(STEPS)
             for number in range(STEPS):
@@ -110,6 +119,34 @@ def test_two_compiled_layers_equal_eager_mode(plan: Plan) -> None:
         for expected, step in zip(eager, compiled, strict=True):
             assert step[:2] == pytest.approx(expected[:2], rel=1e-2)
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
+
+
+def run_with_lossless_layers(rank: int, name: str, by_blocks: bool) -> list[set[str]]:
+    """Return the layers that gather K and V where one is lossless by the schedule: in eager mode and compiled."""
+    layers, found = TwoLayers(rank, depth=3), []
+    for is_compiled in (False, True):
+        session = use_config(layers.group, config_of("balanced", plan=GATHERED, schedule=f"exact={name}"))
+        blocks = [*layers.transformer.transformer_blocks, *layers.transformer.single_transformer_blocks]
+        if is_compiled:
+            for module in blocks if by_blocks else [layers.transformer]:
+                module.compile(backend="aot_eager")
+        layers.run(session)  # in which layers are detected
+        layers.run(session)
+        found.append(set(layers.gathering))
+        assert len(session.runtime.reports[-1].errors) == len(blocks)
+        assert session.runtime.reports[-1].exact_layers == 1
+        session.close()
+    return found
+
+
+@pytest.mark.parametrize("by_blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_lossless_layers_keep_heads_in_graphs(by_blocks: bool) -> None:
+    """Blocks of one class share a graph, which has heads for all of them."""
+    lossless = "single_transformer_blocks.1"
+    for eager, compiled in ranks.run(run_with_lossless_layers, 2, lossless, by_blocks):
+        assert eager and f"{lossless}.attn" not in eager
+        kept = {layer for layer in eager if not (by_blocks and layer.startswith("single"))}
+        assert compiled == kept and kept
 
 
 def run_compiled_exactly(rank: int) -> tuple[bool, list[str]]:

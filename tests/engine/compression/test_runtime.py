@@ -132,6 +132,17 @@ def test_layers_in_exact_are_lossless() -> None:
     assert one.layer_codecs("blocks.30.attn", 2, 0, SIZES) is not None
 
 
+@pytest.mark.parametrize(("gathers_lossless", "sent_bytes"), [(False, 64 * 4 // 2), (True, 2 * 8 * 4)])
+def test_bytes_of_lossless_layers_are_those_of_their_exchange(gathers_lossless: bool, sent_bytes: int) -> None:
+    """Half of all values by heads; or K and V as a whole, which have fewer heads than Q."""
+    one = runtime(overrides="exact=blocks")
+    one.begin_run(3)
+    sizes = SIZES._replace(num_v_values=8)
+    assert one.layer_codecs("blocks.3", 1, 0, sizes, gathers_kv=True, gathers_lossless=gathers_lossless) is None
+    one.end_step()
+    assert one.reports[0].sent_bytes == one.reports[0].exact_bytes == sent_bytes
+
+
 def test_an_error_above_the_limit_forces_a_keyframe() -> None:
     one = runtime(max_error=0.1)
     one.begin_run(9)

@@ -296,6 +296,7 @@ class CodecRuntime:
         sizes: LayerSizes,
         transformer: Hashable = None,
         gathers_kv: bool = False,
+        gathers_lossless: bool = False,
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group at this step, or None if it is lossless.
 
@@ -306,8 +307,9 @@ class CodecRuntime:
             sizes: sizes of the layer's tensors on this rank.
             transformer: distinguishes the layer's transformer from others.
             gathers_kv: whether K and V are gathered along the slow axes, if this call is the layer's first in the run.
+            gathers_lossless: whether they are gathered if the layer is lossless; by heads when not given.
         """
-        state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv)
+        state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv, gathers_lossless)
         if state is None or not (self._partition or self.virtual_ranks):
             return None
         leader = self._leader_of(state, key, branch)
@@ -343,6 +345,7 @@ class CodecRuntime:
         sizes: LayerSizes,
         transformer: Hashable,
         gathers_kv: bool = False,
+        gathers_lossless: bool = False,
     ) -> _LayerState | None:
         """Return the state of a layer, created at its first call; None outside of runs and for lossless layers."""
         if not self.is_running:
@@ -356,8 +359,7 @@ class CodecRuntime:
         state.last_step = self.step
         if not state.is_exact:
             return state
-        # In eager mode, lossless layers use all-to-alls by heads.
-        sent_bytes = sizes.slow_axis_bytes(*self._coordinates(False))
+        sent_bytes = sizes.slow_axis_bytes(*self._coordinates(gathers_lossless))
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 

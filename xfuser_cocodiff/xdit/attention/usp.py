@@ -21,6 +21,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention import custom_ops
 from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, early_value, scheduled_attention
 from xfuser_cocodiff.xdit.attention.segments import segments
+from xfuser_cocodiff.xdit.attention.tracing import has_lossless_layer
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
@@ -103,6 +104,8 @@ def _compiled_attention(
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
     gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+    if gathers_kv and session.runtime.schedule.exact and has_lossless_layer():  # lossless layers need bits by heads
+        gathers_kv = False
     inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
     query, key, value = inputs.tensors
     attend = inputs.attend_with(None, "")

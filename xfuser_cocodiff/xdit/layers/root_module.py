@@ -93,17 +93,8 @@ class RootModule:
             self._names.update((module, name) for name, module in self.transformer.named_modules())
         key = next(self._names[module] for module in running if module in self._names), path
         if key not in self._traced_layers:
-            self._traced_layers[key] = BaseLayer(self._layer_name(*key), self)
+            self._traced_layers[key] = BaseLayer(layer_name(self.transformer, *key), self)
         return self._traced_layers[key]
-
-    def _layer_name(self, outer: str, path: str) -> str:
-        """Return the longest part of a path that names an attention module: tracing ends inside of it, as in a norm."""
-        parts = [part for part in (*outer.split("."), *path.split(".")) if part not in ("", WRAPPER)]
-        for end in range(len(parts), 0, -1):
-            with contextlib.suppress(AttributeError):  # no such module, or no attention
-                self.transformer.get_submodule(name := ".".join(parts[:end])).processor  # noqa: B018
-                return name
-        return ".".join(parts)
 
     def remove(self) -> None:
         """Remove the hooks from the transformer."""
@@ -113,6 +104,22 @@ class RootModule:
         transformer = self.transformer
         if transformer is not None and isinstance(transformer._compiled_call_impl, _CountedCall):
             transformer._compiled_call_impl = transformer._compiled_call_impl.compiled
+
+
+def layer_name(transformer: nn.Module, outer: str, path: str) -> str:
+    """Return the longest part of a path that names an attention module: tracing ends inside of it, as in a norm.
+
+    Args:
+        transformer: the transformer.
+        outer: path of the module whose graph was traced.
+        path: where the layer was traced, in that module.
+    """
+    parts = [part for part in (*outer.split("."), *path.split(".")) if part not in ("", WRAPPER)]
+    for end in range(len(parts), 0, -1):
+        with contextlib.suppress(AttributeError):  # no such module, or no attention
+            transformer.get_submodule(name := ".".join(parts[:end])).processor  # noqa: B018
+            return name
+    return ".".join(parts)
 
 
 class _CountedCall:

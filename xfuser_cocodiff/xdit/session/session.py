@@ -272,7 +272,10 @@ class Session:
         call = layer.call
         if call is not None and call.layer_codecs is not None:
             return call.layer_codecs
-        codecs = self.runtime.layer_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root), gathers_kv)
+        in_graph = gathers_kv and isinstance(call, TracedCall)  # whose exchange is fixed even if the layer is lossless
+        codecs = self.runtime.layer_codecs(
+            layer.name, id(layer), layer.branch, sizes, id(layer.root), gathers_kv, in_graph
+        )
         if call is not None:  # the first call of a layer is not wrapped yet
             call.layer_codecs = codecs
         return codecs
