@@ -147,14 +147,18 @@ class Run:
         self.attention.options = arguments_of(case)
         if case.backend:
             self._name_backend(case.backend)
-        world = self.group.size()
+        self._rank, world = rank, self.group.size()
         self.inputs = [whole(step, 2, TOKENS, 16) for step in range(STEPS)]
-        self.expected = [reference(case, self.attention, each, rank, world) for each in self.inputs]
+        self.expected = [self.attention_of(each) for each in self.inputs]
         self.shards = [each.chunk(world, 1)[rank] for each in self.inputs]
         self.gathered: list[list[int]] = []
         """Heads of the tensors that were gathered, by message."""
         self.lines: list[str] = []
         """INFO lines of the last run."""
+
+    def attention_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return what this rank must get for all tokens, by attention on one rank."""
+        return reference(self.case, self.attention, hidden_states, self._rank, self.group.size())
 
     def _name_backend(self, name: str) -> None:
         """Let the call name a backend, which runs on no CPU."""
@@ -165,17 +169,24 @@ class Run:
         function = usp._get_attention_function(backend=AttentionBackendType.SDPA)
         usp._get_attention_function = lambda backend=None: function
 
-    def session(self, mode: str, plan: str | None, slow_axes: tuple[str, ...] = ("node",)) -> Session:
+    def session(
+        self,
+        mode: str,
+        plan: str | None,
+        slow_axes: tuple[str, ...] = ("node",),
+        schedule: str = "bits=8,bits_o=8",
+        groups: int | None = None,
+    ) -> Session:
         """Return a session, and run with it from now on."""
         topology = Topology.parse(self.case.topology, self.group.size())
         slow_axes = () if mode == "exact" else slow_axes
         config = CocoDiffConfig(
             topology=topology,
             mode=mode,
-            schedule=None if mode == "exact" else "bits=8,bits_o=8",
+            schedule=None if mode == "exact" else schedule,
             plan=plan and Plan.parse(plan, topology),
             slow_axes=slow_axes,
-            overlap=Overlap(v_first=True),
+            overlap=Overlap(v_first=True, head_groups=groups),
         )
         session = startup.create_session(self.group, config)
         bare_runtime.use_session(session)

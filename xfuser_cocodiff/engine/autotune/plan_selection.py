@@ -125,6 +125,9 @@ def set_up_comm(
         return setup
     if setup.partition:
         setup.gather = setup.partition if _may_gather(config, setup.partition) else None
+        if setup.gather and setup.mesh.policy.splits_heads:
+            pays = functools.partial(head_groups.gathered_head_groups_pay, profile, setup.gather.slow_axis_names)
+            setup.mesh = replace(setup.mesh, policy=replace(setup.mesh.policy, splits_gathered_heads=pays))
     elif gathered_axes := _lossless_gathered_axes(config, profile, device):
         setup.gather = _partition(group, config, device, setup.mesh, profile, gathered_axes)
         if config.plan is None:

@@ -1,7 +1,7 @@
 """Which numbers of head groups are worth timing, by the planner's cost model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -53,3 +53,31 @@ def head_groups_pay(
     # The cost of an empty message: copies between stages take as long for all groups together.
     launches = sum(planner.plan_cost(profile, plan_for(size // groups), 0).host for size in sizes)
     return exposed(fewer) - exposed(groups) > LAUNCH_SHARE * (groups - fewer) * launches
+
+
+def gathered_head_groups_pay(
+    profile: Profile, gathered_axes: Sequence[str], input_bytes: int, output_bytes: int, groups: int, fewer: int = 1
+) -> bool:
+    """Return whether so many head groups of a coded layer that gathers K and V may save time over fewer.
+
+    The rule of :func:`head_groups_pay`, where w is the link time of coded K and V along the gathered axes, and l the
+    launches of the messages of a group along these and along the other axes.
+
+    Args:
+        profile: link profile.
+        gathered_axes: names of the axes along which K and V are gathered.
+        input_bytes: size of Q, K and V of all heads, without codecs.
+        output_bytes: size of O of all heads, which is that of Q.
+        groups: number of head groups.
+        fewer: smaller number of head groups.
+    """
+    slow, fast = planner.divide_axes(profile, gathered_axes)
+    assert slow  # they have several ranks
+    kv_bytes = planner.CODED_RATIO * (input_bytes - output_bytes)
+    plan = planner.choose_gather_plan(slow, kv_bytes / groups)
+    launches = planner.gather_seconds(slow, plan, 0)
+    link_seconds = planner.gather_seconds(slow, plan, kv_bytes) - launches
+    if fast:
+        sizes = input_bytes // groups, output_bytes // groups
+        launches += sum(planner.plan_cost(fast, planner.choose_plan(fast, size), 0).host for size in sizes)
+    return link_seconds / fewer - link_seconds / groups > LAUNCH_SHARE * (groups - fewer) * launches

@@ -164,19 +164,21 @@ class LayerCommunication:
 
         Stock has one, with one or three all-to-alls of Q, K and V. The plugin sends V first or with Q and K, and a
         lossless layer may also run as in stock, without stages, by head groups, or with gathered K and V, whose bits
-        are taken to be the same.
+        are taken to be the same. A coded layer with gathered K and V may run by head groups too.
         """
         if self._is_stock:
             groups = ["qkv"] if self._scenario.workload.combines_qkv else ["q", "k", "v"]
             return [self._schedule_of(groups, payloads, is_flat=True)]
         inputs = (["v", "qk"], ["qkv"])
         if self.is_coded_gather:
-            return [self._gathered_schedule(names, payloads.kv) for names in inputs]
+            assert self.gather
+            numbers = [1] if payloads.kv is None else [1, *self.gather.head_groups()]
+            return [self._gathered_schedule(names, payloads.kv, number) for number in numbers for names in inputs]
         schedules = [self._schedule_of(names, payloads) for names in inputs]
         if payloads.qkv is not None or payloads.o is not None:
             return schedules
         numbers = self._head_groups()
-        schedules += [self._schedule_of(names, payloads, groups=groups) for groups in numbers for names in inputs]
+        schedules += [self._schedule_of(names, payloads, groups=number) for number in numbers for names in inputs]
         if self.gather:
             tried = [1, *(groups for groups in numbers if self.gather.heads % groups == 0)]
             schedules += [self._gathered_schedule(names, None, groups) for groups in tried for names in inputs]
@@ -196,7 +198,7 @@ class LayerCommunication:
         return Schedule({each: of(each) for each in names}, of("o"), (of("qkv"),) * (groups - 1), gathers_kv=True)
 
     def _head_groups(self) -> list[int]:
-        """Return the numbers of head groups that the plugin tries; none in lossy modes.
+        """Return the numbers of head groups that all-to-alls by heads try; none in lossy modes.
 
         With a ring none is predicted: its messages share the links with those of other head groups.
         """
@@ -244,8 +246,10 @@ class LayerCommunication:
             collectives += len(stage.plan.stages)
         if payload is not None:
             operators += _CODEC_OPERATORS[self._mode] * len(names) // 4
-        seconds = planner.coded_all_to_all_seconds(*arguments)
-        return Message(seconds, sent_bytes, size, collectives, copies, operators)
+        seconds, codec_seconds = planner.coded_all_to_all_seconds(*arguments), 0.0
+        if payload is not None:
+            codec_seconds = size * (self._num_slots - 1) / self._num_slots / profile.codec_bytes_per_second
+        return Message(seconds, sent_bytes, size, collectives, copies, operators, codec_seconds)
 
     def ring_gather(self, payload: int | None) -> Gather:
         """Return the all-gather of K and V in a ring, given the encoded bytes of a block."""
@@ -261,5 +265,8 @@ class LayerCommunication:
         for stage in planner.ring_stages(*arguments):
             sent_bytes.update(stage.plan.gathered_bytes(stage.message_bytes))
             collectives += len(stage.plan.stages)
-        operators = _PLUGIN_OPERATORS + (0 if payload is None else _CODEC_OPERATORS[self._mode] // 2)
-        return Gather(planner.ring_seconds(*arguments), sent_bytes, collectives, operators)
+        operators, codec_seconds = _PLUGIN_OPERATORS, 0.0
+        if payload is not None:
+            operators += _CODEC_OPERATORS[self._mode] // 2
+            codec_seconds = self._num_ring_slots * block / profile.codec_bytes_per_second
+        return Gather(planner.ring_seconds(*arguments), sent_bytes, collectives, operators, codec_seconds)

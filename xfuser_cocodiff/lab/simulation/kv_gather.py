@@ -7,7 +7,7 @@ import torch
 
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation.layer_time import Message
@@ -57,6 +57,17 @@ class KvGather:
         sizes = LayerSizes(num_values, num_v_values, self._scenario.workload.head_dim, BYTES_PER_VALUE)
         return ReferenceBytes.of(sizes, schedule, 1, self.num_slow)
 
+    def head_groups(self) -> list[int]:
+        """Return the numbers of head groups that a coded layer tries, ascending."""
+        numbers = head_groups.divisors_to_try(self.heads, self.heads // self._scenario.workload.heads_per_kv_head)
+        inputs, output = self.tensor_bytes("qkv"), self.tensor_bytes("o")
+        profile = self._scenario.link_profile(self._group, inputs)
+        return [
+            groups
+            for fewer, groups in zip([1, *numbers], numbers, strict=False)
+            if head_groups.gathered_head_groups_pay(profile, self.axes, inputs, output, groups, fewer)
+        ]
+
     def is_tried(self, profile: Profile, by_heads: Sequence[float]) -> bool:
         """Return whether a lossless layer tries it; for the arguments see :func:`planner.gather_pays`."""
         if self.num_fast == 1 or profile.direct:  # on CPUs, which have direct sends, it is not tried
@@ -70,7 +81,7 @@ class KvGather:
 
         Args:
             names: letters of the tensors.
-            payload: encoded bytes of a rank's K and V; None where they are lossless.
+            payload: encoded bytes of all heads of a rank's K and V; None where they are lossless.
             groups: number of head groups.
             operators: operators around one collective of the plugin.
             codec_operators: operators of the codecs of Q, K, V and O.
@@ -79,6 +90,7 @@ class KvGather:
         profile = self._scenario.link_profile(self._group, size)
         slow, fast = planner.divide_axes(profile, self.axes)
         sent_bytes, seconds, collectives, copies, calls = Counter[str](), 0.0, 0, 0, 0
+        codec_seconds = 0.0
         if fast:
             plan = planner.choose_plan(fast, size)
             seconds += planner.all_to_all_seconds(fast, plan, size)
@@ -87,7 +99,7 @@ class KvGather:
         gathered = [name for name in names if name in "kv"]
         if gathered and slow:
             block = self.tensor_bytes("".join(gathered)) // groups
-            sent = block if payload is None else payload * len(gathered) / 2
+            sent = block if payload is None else payload / groups * len(gathered) / 2
             gather_plan = planner.choose_gather_plan(slow, sent)
             seconds += planner.gather_seconds(slow, gather_plan, sent)
             sent_bytes.update(gather_plan.gathered_bytes(sent))
@@ -97,7 +109,8 @@ class KvGather:
                 calls += operators
             else:
                 # Both encoding a block and decoding one takes half of the codec's time for it.
-                seconds += self.num_slow * block / 2 / profile.codec_bytes_per_second
+                codec_seconds = self.num_slow * block / 2 / profile.codec_bytes_per_second
+                seconds += codec_seconds
                 copies += 1
                 calls += operators // 2 + codec_operators * len(gathered) // 4
-        return Message(seconds, sent_bytes, size if collectives else 0, collectives, copies, calls)
+        return Message(seconds, sent_bytes, size if collectives else 0, collectives, copies, calls, codec_seconds)

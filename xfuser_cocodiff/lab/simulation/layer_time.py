@@ -90,6 +90,8 @@ class Message(NamedTuple):
     """Copies into and out of its buffers."""
     operators: int
     """Operators that the host calls for it, including the copies."""
+    codec_seconds: float = 0.0
+    """Part of `seconds` in which its codecs take the device, so that it computes nothing else."""
 
 
 class Schedule(NamedTuple):
@@ -127,6 +129,8 @@ class Gather(NamedTuple):
     """Collectives that carry it."""
     operators: int
     """Operators that the host calls for it."""
+    codec_seconds: float = 0.0
+    """Part of `seconds` in which its codecs take the device."""
 
 
 class LayerTime(NamedTuple):
@@ -160,11 +164,15 @@ def layer_time(
         overlaps: whether the plugin runs the layer, instead of stock.
     """
     first = schedule.inputs.get("v") if overlaps else None
-    arrived = max(computation.query_key, first.seconds if first else 0.0)
+    projected = computation.query_key + (first.codec_seconds if first else 0.0)
+    arrived = max(projected, first.seconds if first else 0.0)
     arrived += sum(message.seconds for message in schedule.inputs.values() if message is not first)
-    exposed_ring = gather.seconds - min(computation.attention / ring, gather.seconds)
+    own_block = computation.attention / ring
+    exposed_ring = max(own_block + gather.codec_seconds, gather.seconds) - own_block
     attention = (computation.attention + exposed_ring) / schedule.groups
-    begin = max(arrived, computation.query_key + computation.parallel) if overlaps else arrived + computation.parallel
+    coding = sum(message.codec_seconds for message in schedule.inputs.values())
+    computed = computation.query_key + computation.parallel + coding
+    begin = max(arrived, computed) if overlaps else arrived + computation.parallel
     device = computation.rest + _head_groups_seconds(schedule, arrived, begin, attention)
     host = computation.host + (schedule.groups - 1) * accelerator.launch_seconds
     host += gather.operators * accelerator.launch_seconds
@@ -180,7 +188,8 @@ def layer_time(
 def _head_groups_seconds(schedule: Schedule, arrived: float, begin: float, attention: float) -> float:
     """Return the seconds from the start of a layer until O of all head groups has arrived.
 
-    Messages follow each other on the links: inputs of all groups, then outputs. Attention follows on the device.
+    Messages follow each other on the links: inputs of all groups, then outputs. Attention follows on the device, which
+    meanwhile encodes and decodes the inputs of the next group.
 
     Args:
         schedule: all-to-alls.
@@ -189,8 +198,9 @@ def _head_groups_seconds(schedule: Schedule, arrived: float, begin: float, atten
         attention: seconds of a group's attention.
     """
     arrivals = list(itertools.accumulate((message.seconds for message in schedule.further), initial=arrived))
+    coding = [*(message.codec_seconds for message in schedule.further), 0.0]
     link_free, end = arrivals[-1], begin
-    for arrival in arrivals:
-        end = max(end, arrival) + attention
+    for arrival, next_coding in zip(arrivals, coding, strict=True):
+        end = max(end, arrival) + attention + next_coding
         link_free = max(link_free, end) + schedule.output.seconds
     return link_free

@@ -78,6 +78,7 @@ def _send_value(value: torch.Tensor, path: str, num_gathered: int) -> torch.Tens
     gather = session.gather if num_gathered > 1 else None
     mesh = session.mesh if gather else session.mesh_of(schedule)
     all_to_alls = AttentionAllToAlls(mesh, layer=name, has_own_storage=True, gather=gather)
+    schedule = schedule._replace(groups=1)  # all heads at once
     session.begin_traced_call(TracedCall(schedule, signature, layer=layer, all_to_alls=all_to_alls))
     if schedule.v_first:
         all_to_alls.layer_codecs = _codecs(session, layer, signature.sizes, all_to_alls.gathers_kv)

@@ -98,7 +98,7 @@ def scheduled_attention(
     if session.mesh.topology.size == 1:
         return attend(*inputs.tensors, ALL_HEADS)
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
-        numbers = head_groups_to_check(signature, session, *inputs.tensors) if can_split_heads else []
+        numbers = head_groups_to_check(signature, session, *inputs.tensors, gathers_now) if can_split_heads else []
         check = HeadGroupCheck(attend, numbers)
         output = ulysses_attention(
             *inputs.tensors, check, session.mesh, 1, name, in_flight, layer_codecs, gather=gather
@@ -117,5 +117,5 @@ def scheduled_attention(
         choose_schedules(signature, session, *inputs.tensors, check.is_same, same_gathered)
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
-    mesh, groups = session.mesh_of(schedule), schedule.groups
+    mesh, groups = session.mesh_of(schedule), session.num_head_groups(schedule, layer_codecs)
     return ulysses_attention(*inputs.tensors, attend, mesh, groups, name, in_flight, layer_codecs, beside, gather)

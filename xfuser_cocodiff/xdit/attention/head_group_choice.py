@@ -20,11 +20,12 @@ def head_groups_to_check(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    gathers_kv: bool,
 ) -> list[int]:
     """Return the numbers of head groups that the layers of a signature may use if attention by them is bit-identical.
 
-    That is the number that is set or cached, else those that the planner expects to save time. There is none in lossy
-    modes. All ranks that share a sequence must call this, and get the same numbers.
+    That is the number that is set or cached, else those that the planner expects to save time. In lossy modes there are
+    some only where K and V are gathered. All ranks that share a sequence must call this, and get the same numbers.
 
     Args:
         signature: layer signature.
@@ -32,16 +33,19 @@ def head_groups_to_check(
         query: Q of a call as it is sent, shape (B, H, S/P, D).
         key: K, likewise.
         value: V, likewise.
+        gathers_kv: whether K and V of this call are gathered, encoded.
     """
-    heads = [tensor.shape[HEADS] // session.mesh.topology.size for tensor in (query, key)]
+    heads = [tensor.shape[HEADS] // session.head_degree(gathers_kv) for tensor in (query, key)]
+    by_coded_heads = session.runtime is not None and not gathers_kv
     if session.overlap.head_groups:
-        return _set_head_groups(session, session.overlap.head_groups, heads)
-    if session.runtime or session.overlap != Overlap():
+        return _set_head_groups(session.overlap.head_groups, heads, by_coded_heads)
+    if by_coded_heads or session.overlap != Overlap():
         return []
     cached = session.cached_schedule(signature)
     if cached:
         return [cached.groups] if cached.groups > 1 and not any(number % cached.groups for number in heads) else []
-    numbers, splits_heads = head_groups.divisors_to_try(*heads), session.mesh.policy.splits_heads
+    numbers, policy = head_groups.divisors_to_try(*heads), session.mesh.policy
+    splits_heads = policy.splits_gathered_heads if gathers_kv else policy.splits_heads
     if splits_heads is None or not numbers:
         return []
     input_bytes = query.nbytes + key.nbytes + value.nbytes
@@ -54,12 +58,15 @@ def head_groups_to_check(
     return [number for number, answer in zip(numbers, answers, strict=True) if answer]
 
 
-def _set_head_groups(session: Session, groups: int, heads: Sequence[int]) -> list[int]:
+def _set_head_groups(groups: int, heads: Sequence[int], by_coded_heads: bool) -> list[int]:
     """Return the number of head groups that is set; nothing where it is 1, or has no effect."""
     if groups == 1:
         return []
-    if session.runtime:
-        warn_once("--cocodiff_head_groups has no effect in lossy modes; leave it out, or choose --cocodiff_mode exact")
+    if by_coded_heads:
+        warn_once(
+            "--cocodiff_head_groups has no effect in lossy modes where K and V are not gathered; leave it out, or "
+            "choose --cocodiff_mode exact"
+        )
         return []
     if any(number % groups for number in heads):
         warn_once(

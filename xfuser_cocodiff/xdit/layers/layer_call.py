@@ -22,14 +22,24 @@ class LayerCall:
     schedule: OverlapSchedule
     signature: LayerSignature | None = None
     layer_codecs: LayerCodecs | None = None
-    """Codecs of its all-to-alls, once the first of them was encoded."""
+    """Codecs of its communication, once the first message was encoded."""
+    is_restarted: bool = False
+    """Whether references of another number of head groups were dropped, so that it sends a keyframe."""
+
+    def use_codecs(self, layer_codecs: LayerCodecs, groups: int) -> None:
+        """Use codecs, and drop references of another number of head groups: memory holds those of one number."""
+        self.layer_codecs, link_states = layer_codecs, layer_codecs.link_states
+        others = [(name, head_group) for name, head_group in link_states if head_group.count != groups]
+        for key in others:
+            del link_states[key]
+        self.is_restarted |= bool(others)
 
     def end(self) -> None:
         """Count the call in the candidates of its signature."""
         if self.signature and self.signature.candidates:
             # A step without references has other messages than the steps that are to be timed.
             is_stateless = self.layer_codecs is not None and self.layer_codecs.is_stateless
-            self.signature.candidates.count_call(is_representative=not is_stateless)
+            self.signature.candidates.count_call(is_representative=not (is_stateless or self.is_restarted))
 
 
 @dataclass(eq=False, kw_only=True)

@@ -276,9 +276,15 @@ class Session:
         codecs = self.runtime.layer_codecs(
             layer.name, id(layer), layer.branch, sizes, id(layer.root), gathers_kv, in_graph
         )
-        if call is not None:  # the first call of a layer is not wrapped yet
-            call.layer_codecs = codecs
+        if call is not None and codecs is not None:  # the first call of a layer is not wrapped yet
+            call.use_codecs(codecs, self.num_head_groups(call.schedule, codecs))
         return codecs
+
+    def num_head_groups(self, schedule: OverlapSchedule, layer_codecs: LayerCodecs | None) -> int:
+        """Return the number of head groups of a call by a schedule; in a lossy mode, layers have several only where
+        they gather K and V."""
+        has_one = self.runtime is not None and not (layer_codecs and layer_codecs.gathers_kv)
+        return 1 if has_one else schedule.groups
 
     def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
         """Return the codecs of a layer that has gathered K and V and cannot any more; see :meth:`layer_codecs`."""
@@ -311,7 +317,8 @@ class Session:
         codecs = self.layer_codecs(layer, signature.sizes, signature.gathers_kv)
         gathers_kv = codecs.gathers_kv if codecs else schedule.gathers_kv
         value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
-        all_to_alls = AttentionAllToAlls(self.mesh, schedule.groups, layer.name, layer_codecs=codecs, gather=gather)
+        groups = self.num_head_groups(schedule, codecs)
+        all_to_alls = AttentionAllToAlls(self.mesh, groups, layer.name, layer_codecs=codecs, gather=gather)
         return all_to_alls.start_value(value)
 
 
