@@ -250,6 +250,25 @@ def test_k_and_v_are_gathered_where_that_sends_no_more_bytes(
     assert gathers == (0 < (num_slow - 1) * kv_bytes <= by_heads)
 
 
+@pytest.mark.parametrize(
+    ("num_slow", "heads", "kv_heads", "tokens", "kv_tokens"),
+    [
+        (2, 8, 8, 24, 36),
+        (2, 8, 8, 24, 24),
+        (2, 8, 2, 24, 36),
+        (5, 8, 2, 24, 25),
+        (8, 4, 4, 700, 100),
+        (8, 4, 4, 699, 100),
+    ],
+)
+def test_coded_layers_with_other_keys_than_queries_send_the_fewest_bytes(
+    num_slow: int, heads: int, kv_heads: int, tokens: int, kv_tokens: int
+) -> None:
+    query, key = heads * tokens, kv_heads * kv_tokens
+    by_heads, gathered = (2 * query + 2 * key) * (num_slow - 1) / num_slow, 2 * key * (num_slow - 1)
+    assert planner.gathers_kv(num_slow, query, key) == (gathered <= by_heads)
+
+
 def test_lossless_layers_try_to_gather_where_the_bytes_or_padded_heads_are_fewer() -> None:
     machine = profile_of([2, 4], [1e9, 1e11], 0, 0)
     size = 1e8

@@ -176,18 +176,20 @@ def _seconds(stages: Sequence[CommStage]) -> float:
     return sum(all_to_all_seconds(*stage) for stage in stages)
 
 
-def gathers_kv(num_slow: int, heads_per_kv_head: int) -> bool:
+def gathers_kv(num_slow: int, query_values: int, key_values: int = 1) -> bool:
     """Return whether a coded layer gathers K and V along the slow axes instead of resharding by heads along them.
 
     Of a tensor with b bytes on a rank, an all-to-all over N coordinates sends (N - 1) / N b, an all-gather (N - 1) b.
-    With r heads of Q for each head of K and V, the all-to-alls of Q, K, V and O send (2 r + 2) (N - 1) / N of the bytes
-    of K, the gather of K and V 2 (N - 1) of them: no more where N <= 1 + r. Q and O are exact then.
+    With r values of Q for each value of K, the all-to-alls of Q, K, V and O send (2 r + 2) (N - 1) / N of the bytes
+    of K, the gather of K and V 2 (N - 1) of them: no more where N <= 1 + r. Q and O are exact then. Where Q and K have
+    as many tokens, r is the number of Q heads for each K/V head.
 
     Args:
         num_slow: coordinates on all slow axes together, N.
-        heads_per_kv_head: heads of Q for each head of K and V.
+        query_values: values of Q, by heads and tokens.
+        key_values: values of K, likewise; r is the quotient.
     """
-    return 1 < num_slow <= 1 + heads_per_kv_head
+    return num_slow > 1 and (num_slow - 1) * key_values <= query_values
 
 
 def gather_pays(

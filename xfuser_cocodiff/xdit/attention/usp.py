@@ -103,7 +103,7 @@ def _compiled_attention(
     if mesh.topology.size == 1 or not add_send_pass():
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
-    gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+    gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query, key)
     if gathers_kv and session.runtime.schedule.exact and has_lossless_layer():  # lossless layers need bits by heads
         gathers_kv = False
     inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
@@ -137,7 +137,7 @@ def _virtual_attention(
     elif layer and not arguments.joint_strategy:
         layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+        gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query, key)
         fraction = virtual.shard_fraction(query.shape, parts, gathers_kv)
         sizes = LayerSizes.of(query, key, value, fraction=fraction)
         layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
@@ -229,7 +229,7 @@ def _eager_attention(
     """
     can_split_heads = not _keeps_kv(arguments.attn_layer)  # all heads of the layer at once
     can_gather = can_split_heads and _can_gather(arguments, session)
-    gathers_kv = can_gather and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+    gathers_kv = can_gather and session.gathers_kv(query, key)
     ring = None if arguments.is_causal else session.ring
     inputs_for = functools.partial(_inputs, query, key, value, arguments, session, ring=ring)
     return scheduled_attention(inputs_for, in_flight, session, can_split_heads, gathers_kv, can_gather)

@@ -119,20 +119,21 @@ class Session:
         heads, and beside a ring."""
         return self.comm_setup.gather if self.comm_setup else None
 
-    def gathers_kv(self, query_heads: int, kv_heads: int) -> bool:
+    def gathers_kv(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Return whether coded layers gather K and V along the slow axes: where a plan says so, else by the planner's
         rule. The same on all ranks.
 
         Args:
-            query_heads: heads of Q.
-            kv_heads: heads of K and V.
+            query: Q of a rank, shape (B, H, S/P, D).
+            key: K, perhaps with fewer heads or another number of tokens.
         """
-        if self.runtime is None or query_heads % kv_heads:
+        (_, heads, tokens, _), (_, kv_heads, kv_tokens, _) = query.shape, key.shape
+        if self.runtime is None or heads % kv_heads:
             return False
         layout = self.virtual.gather_layout if self.virtual else self.gather
         if layout is None:
             return False
-        return self.config.plan is not None or planner.gathers_kv(layout.num_slow, query_heads // kv_heads)
+        return self.config.plan is not None or planner.gathers_kv(layout.num_slow, heads * tokens, kv_heads * kv_tokens)
 
     def head_degree(self, gathers_kv: bool) -> int:
         """Return the number of ranks over which a layer's heads are divided."""
