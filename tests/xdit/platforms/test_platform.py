@@ -158,9 +158,12 @@ def test_a_single_visible_tile_is_the_device_for_any_index(xpu: MockXPU, monkeyp
     assert xpu.calls == [("set_device", (only,), {}), ("synchronize", (only,), {})]
 
 
-@pytest.mark.parametrize("error", [None, ImportError("undefined symbol"), OSError("libsycl.so.7: cannot open")])
-def test_legacy_packages_are_imported_by_detection(
-    xpu: MockXPU, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+@pytest.mark.parametrize(
+    "error", [None, ImportError("undefined symbol"), OSError("libsycl.so.7: cannot open"), SystemExit(127)], ids=repr
+)
+@pytest.mark.parametrize("xccl", [False, True])
+def test_legacy_packages_are_imported_where_pytorch_has_no_collectives(
+    xpu: MockXPU, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, xccl: bool
 ) -> None:
     imported, warnings = [], []
 
@@ -172,9 +175,10 @@ def test_legacy_packages_are_imported_by_detection(
     monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(platform.importlib, "import_module", import_module)
     monkeypatch.setattr(platform, "warn_once", warnings.append)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: xccl)
     assert platform.detect().device_type == "xpu"
-    assert imported == ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"]
-    assert len(warnings) == (2 if error else 0)
+    assert imported == ([] if xccl else ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])
+    assert len(warnings) == (len(imported) if error else 0)
     assert all("is ignored" in text and str(error) in text for text in warnings)
 
 
@@ -218,6 +222,7 @@ def test_tensors_on_a_device_use_functional_collectives_only() -> None:
     assert found == {
         ("engine/comm/stages.py", "all_to_all_single"),
         ("xdit/session/session.py", "all_reduce"),
+        ("xdit/session/kernel_check.py", "all_gather_object"),
         ("engine/autotune/tuning_cache.py", "all_gather_object"),
         ("lab/probing/pairwise_links.py", "all_gather"),
         ("lab/accelerator/transport.py", "all_reduce"),

@@ -152,9 +152,11 @@ _IPEX, _TORCH_CCL = "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"
 
 
 def _xpu() -> Platform:
-    # Both register with PyTorch, which must happen before a process group is created or a kernel runs.
-    for legacy in (_IPEX, _TORCH_CCL):
-        _import_if_installed(legacy)
+    if not _has_native_collectives():
+        # Both register with PyTorch, which must happen before a process group is created or a kernel runs. torch-ccl
+        # builds on IPEX, which ends processes on PyTorch versions that it was not made for.
+        for legacy in (_IPEX, _TORCH_CCL):
+            _import_if_installed(legacy)
     return _with_facade(Platform("xpu", _xpu_backend, {}))
 
 
@@ -175,10 +177,15 @@ def _with_facade(platform: Platform) -> Platform:
     return replace(platform, cuda=facade)
 
 
+def _has_native_collectives() -> bool:
+    """Return whether this PyTorch was built with its own collectives for XPU."""
+    return dist.is_backend_available(dist.get_default_backend_for_device("xpu"))
+
+
 def _xpu_backend() -> str:
     """Return "xccl", PyTorch's backend, or "ccl", that of torch-ccl in older stacks."""
     native = dist.get_default_backend_for_device("xpu")
-    if dist.is_backend_available(native):
+    if _has_native_collectives():
         return native
     if _import_if_installed(_TORCH_CCL):
         return "ccl"
@@ -310,7 +317,7 @@ def _import_if_installed(name: str) -> bool:
         return False
     try:
         importlib.import_module(name)
-    except Exception as error:  # a legacy package may not fit this PyTorch
+    except (Exception, SystemExit) as error:  # a legacy package may not fit this PyTorch; IPEX calls exit(127) then
         warn_once(f"{name} is ignored, since its import fails: {type(error).__name__}: {error}; reinstall or remove it")
         return False
     return True
