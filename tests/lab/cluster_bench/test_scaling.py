@@ -61,3 +61,12 @@ def test_totals_count_each_block_once() -> None:
         assert totals.kernel_seconds == pytest.approx(COUNT * 7.8 * MS)
         assert totals.host_seconds == pytest.approx(COUNT * 9 * MS)
         assert totals.link_bytes == {"gpu": COUNT * 7000}
+
+
+def test_a_kind_of_which_a_model_has_a_single_block_counts_once() -> None:
+    program = recorded(1)
+    outcome = predict_step(cell(2), program)
+    assert full_step_seconds(cell(2), {KIND: 1}, outcome) == outcome.seconds == pytest.approx((9 + 7) * MS)
+    assert kind_seconds(cell(2), KIND, 1, outcome) == pytest.approx((9 + 7) * MS)
+    assert full_step_totals(cell(2), {KIND: 1}, program).launches == 9
+    assert kind_totals(cell(2), KIND, 1, program).launches == 9

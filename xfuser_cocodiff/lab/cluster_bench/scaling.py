@@ -4,7 +4,6 @@ The last recorded block of a kind stands for all further ones. The first is slow
 come before it, so the host is not ahead of the device as it is from then on.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,9 @@ def full_step_seconds(cell: Cell, counts: Mapping[str, int], outcome: Outcome) -
         outcome: step of the recorded blocks.
     """
     further = (
-        (count - cell.blocks) * _duration(outcome.marks, kind, cell.blocks - 1) for kind, count in counts.items()
+        number * _duration(outcome.marks, kind, index)
+        for kind, count in counts.items()
+        for index, number in enumerate(_further(cell, count))
     )
     return cell.workload.calls * (outcome.seconds + sum(further))
 
@@ -37,14 +38,16 @@ def kind_seconds(cell: Cell, kind: str, count: int, outcome: Outcome) -> float:
         count: number of them in the real model.
         outcome: step of the recorded blocks.
     """
-    durations = (_duration(outcome.marks, kind, index) for index in range(cell.blocks))
-    weights = (1 + further for further in _further(cell, count))
-    return cell.workload.calls * sum(map(operator.mul, weights, durations))
+    durations = (
+        (1 + further) * _duration(outcome.marks, kind, index) for index, further in enumerate(_further(cell, count))
+    )
+    return cell.workload.calls * sum(durations)
 
 
 def _further(cell: Cell, count: int) -> list[int]:
     """Return for how many further blocks each recorded block of a kind stands, of which a model has `count`."""
-    return [0] * (cell.blocks - 1) + [count - cell.blocks]
+    recorded = min(cell.blocks, count)  # SD3.5 has a single last block
+    return [0] * (recorded - 1) + [count - recorded]
 
 
 @dataclass(frozen=True)
