@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.devices import Capabilities
-from xfuser_cocodiff.xdit.session import schedule_tuner
+from xfuser_cocodiff.xdit.session import step_tuner
 from xfuser_cocodiff.xdit.session.session import Session
 
 ACCELERATOR = SimpleNamespace(capabilities=lambda device_type: Capabilities())
@@ -41,7 +41,7 @@ class Run:
     def steps(self, session: Session, number: int) -> list[list[int]]:
         """Return the numbers of head groups of all signatures in each step; check the output against stock."""
         found = []
-        with mock.patch.object(schedule_tuner, "time", self._clock):
+        with mock.patch.object(step_tuner, "time", self._clock):
             for _ in range(number):
                 schedules = [each.candidates.schedule for each in session.layers.signatures if each.candidates]
                 found.append([each.groups for each in schedules])

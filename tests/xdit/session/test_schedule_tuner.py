@@ -14,9 +14,10 @@ from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
-from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, rounds
+from xfuser_cocodiff.xdit.session import step_tuner
+from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
+from xfuser_cocodiff.xdit.session.step_tuner import rounds
 
 CPU = torch.device("cpu")
 FLAT, V_FIRST = OverlapSchedule(flat=True), OverlapSchedule(True)
@@ -38,7 +39,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(schedule_tuner, "time", made)
+    monkeypatch.setattr(step_tuner, "time", made)
     return made
 
 
@@ -304,7 +305,7 @@ def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[s
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V-First is worth its launch
     session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     session.runs.begin(20)
-    with mock.patch.object(schedule_tuner, "time", clock):
+    with mock.patch.object(step_tuner, "time", clock):
         for _ in range(2 + len(ROUNDS)):
             signatures = list(session.layers.signatures)
             v_first = any(signature.candidates.schedule.v_first for signature in signatures if signature.candidates)

@@ -1,7 +1,7 @@
 """Overlap schedules of attention layers, and the candidates that autotuning compares."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 
 class OverlapSchedule(NamedTuple):
@@ -29,21 +29,22 @@ class OverlapSchedule(NamedTuple):
 
 STOCK, PLUGIN = 0, 1
 """Indexes of the first two schedules of :class:`ScheduleCandidates`; those with head groups follow."""
+_Candidate = TypeVar("_Candidate")
 
 
-class ScheduleCandidates:
-    """The schedules that layers of one signature may run by, and the one that autotuning chose.
+class Candidates(Generic[_Candidate]):
+    """The candidates that some layers may run by, such as overlap schedules, and the one that autotuning chose.
 
     All ranks must call its methods in the same order.
 
     Args:
-        schedules: stock's schedule, the plugin's, and the plugin's with head groups; or a single one, which is chosen
-            at once.
+        schedules: the candidates; :data:`PLUGIN` is the index of the one that others are compared with. A single one is
+            chosen at once.
     """
 
-    def __init__(self, schedules: Sequence[OverlapSchedule]) -> None:
+    def __init__(self, schedules: Sequence[_Candidate]) -> None:
         self.schedules = tuple(schedules)
-        self.chosen: OverlapSchedule | None = self.schedules[0] if len(set(self.schedules)) == 1 else None
+        self.chosen: _Candidate | None = self.schedules[0] if len(set(self.schedules)) == 1 else None
         self.candidate = PLUGIN
         """Index of the candidate under test, until one is chosen."""
         self.calls = 0
@@ -53,11 +54,11 @@ class ScheduleCandidates:
         lossy steps."""
 
     @property
-    def schedule(self) -> OverlapSchedule:
+    def schedule(self) -> _Candidate:
         """Schedule of the next layer: the chosen one, else the candidate under test."""
-        return self.chosen or self.at(self.candidate)
+        return self.at(self.candidate) if self.chosen is None else self.chosen
 
-    def at(self, index: int) -> OverlapSchedule:
+    def at(self, index: int) -> _Candidate:
         """Return the candidate of an index; the plugin's where the layers have fewer candidates than others."""
         return self.schedules[index if index < len(self.schedules) else PLUGIN]
 
@@ -75,10 +76,15 @@ class ScheduleCandidates:
         self.chosen = self.at(index)
 
 
-def distinct_candidates(layers: Sequence[ScheduleCandidates]) -> list[int]:
+class ScheduleCandidates(Candidates[OverlapSchedule]):
+    """The overlap schedules that layers of one signature may run by, and the one that autotuning chose: stock's, the
+    plugin's, and the plugin's with head groups; or a single one."""
+
+
+def distinct_candidates(layers: Sequence[Candidates[Any]]) -> list[int]:
     """Return the indexes under which layers that are tuned together run by different schedules, the plugin's first."""
     size = max((len(each.schedules) for each in layers), default=0)
-    indexes: dict[tuple[OverlapSchedule, ...], int] = {}
+    indexes: dict[tuple[Any, ...], int] = {}
     for index in sorted(range(size), key=lambda each: each != PLUGIN):
         indexes.setdefault(tuple(each.at(index) for each in layers), index)
     return list(indexes.values())

@@ -1,29 +1,21 @@
-"""Autotuning of overlap schedules: whole steps by each of the candidates are timed in turns.
+"""Autotuning of overlap schedules, by whole steps with each of the candidates."""
 
-Steps are timed, and not layers, since time that one layer saves another one may have to wait.
-"""
-
-import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, ScheduleCandidates, distinct_candidates
-from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, ScheduleCandidates
+from xfuser_cocodiff.xdit.session.step_tuner import StepTuner
 
-PASSES = 4
-"""Passes over all candidates. The first one allocates memory, and does not count."""
 MIN_SAVING = 0.01
 """Fraction of the step time that another candidate than the plugin's schedule must save to be chosen."""
 
 _Candidate = TypeVar("_Candidate", int, str)
-_Workload = tuple[tuple[ScheduleCandidates, int], ...]
-"""Candidates of the layers that ran in a step, where none is chosen yet, with the number of calls of each."""
 
 
-class ScheduleTuner:
+class ScheduleTuner(StepTuner):
     """Autotunes the overlap schedules of a session. All ranks must call its methods in the same order.
 
     Args:
@@ -42,118 +34,20 @@ class ScheduleTuner:
         device: torch.device,
         on_choice: Callable[[], None] = lambda: None,
     ) -> None:
-        self._candidates, self._mean, self._all_agree, self._on_choice = candidates, mean, all_agree, on_choice
-        self._is_asynchronous = devices.capabilities(device.type).is_asynchronous
-        self._is_new_run = False
-        """Whether no step with candidates has ended since the run began."""
-        self._workload: _Workload = ()
-        """Workload of a usual step of this run: the largest one, since caches leave out layers in some steps."""
-        self._other_steps = 0
-        """Number of steps in a row with another workload."""
-        self._seconds: dict[_Workload, list[float]] = {}
-        """Step time of each complete round, in seconds, by workload."""
-        self._step_start: float | None = None
-        """Start time of the current step; None where the step is not timed."""
+        super().__init__(candidates, mean, all_agree, device)
+        self._on_choice = on_choice
 
     @property
     def settled(self) -> bool:
-        """Whether all schedules are chosen."""
-        candidates = self._candidates()
-        return bool(candidates) and all(each.chosen for each in candidates)
+        """Whether there are schedules, and all of them are chosen."""
+        return bool(self._candidates()) and not self.is_undecided
 
-    def begin_run(self) -> None:
-        """Begin a run. All ranks use PLUGIN in its first step, which is not timed.
-
-        An error or an interrupt may have ended the last run after different steps on each rank, and the ranks agree on
-        the complete rounds only once they have communicated. An incomplete pass is repeated.
-        """
-        self._step_start, self._is_new_run, self._workload, self._other_steps = None, True, (), 0
-        for each in self._candidates():
-            each.end_step()
-            each.candidate = PLUGIN
-        for workload, seconds in self._seconds.items():
-            del seconds[len(seconds) // len(_indexes(workload)) * len(_indexes(workload)) :]
-
-    def end_step(self) -> None:
-        """End a step: add its time to the complete rounds, and begin the next round or choose."""
-        workload = tuple((each, each.calls) for each in self._candidates() if each.calls and each.chosen is None)
-        is_tuning = bool(workload or self._workload)
-        if is_tuning:
-            if self._is_asynchronous:
-                torch.accelerator.synchronize()
-            if workload and self._is_new_run:
-                self._is_new_run = False
-                self._drop_rounds_unless_equal()
-            self._end_round(workload)
-        for each in self._candidates():
-            each.end_step()
-        # Unless the device was synchronized, it may still be busy with the last step.
-        self._step_start = time.perf_counter() if is_tuning or not self._is_asynchronous else None
-
-    def _end_round(self, workload: _Workload) -> None:
-        """Add the time of the last step if its workload was the usual one, and begin the next round."""
-        if workload != self._workload:
-            self._update_workload(workload)
-        else:
-            self._other_steps = 0
-            if self._step_start is not None and all(each.is_representative for each, _ in workload):
-                self._seconds[workload].append(time.perf_counter() - self._step_start)
-        if self._workload:
-            self._begin_round()
-
-    def _update_workload(self, workload: _Workload) -> None:
-        """Make another workload the usual one if it is larger, or has lasted for more steps than there are rounds:
-        without declared runs, all later steps may have another size."""
-        self._other_steps += 1
-        num_rounds = len(rounds(_indexes(self._workload)))
-        if _num_calls(workload) > _num_calls(self._workload) or self._other_steps > num_rounds:
-            self._workload, self._other_steps = workload, 0
-
-    def _begin_round(self) -> None:
-        """Set the candidate of the next round, or choose if all rounds are complete."""
-        seconds, order = self._seconds.setdefault(self._workload, []), rounds(_indexes(self._workload))
-        if len(seconds) == len(order):
-            self._choose(self._mean(seconds))
-            return
-        for each, _ in self._workload:
-            each.candidate = order[len(seconds)]
-
-    def _choose(self, seconds: Sequence[float]) -> None:
-        """Choose the schedules of all layers of the usual step.
-
-        Args:
-            seconds: step time of each round, as the mean over all ranks.
-        """
-        indexes = _indexes(self._workload)
-        timed, size = list(zip(rounds(indexes), seconds, strict=True)), len(indexes)
-        passes = [dict(timed[first : first + size]) for first in range(size, len(timed), size)]
-        savings = {index: median(1 - each[index] / each[PLUGIN] for each in passes) for index in indexes}
+    def _choose(self, layers: Sequence[ScheduleCandidates], passes: Sequence[Mapping[int, float]]) -> None:
+        savings = {index: median(1 - each[index] / each[PLUGIN] for each in passes) for index in passes[0]}
         index = choose_by_saving(savings, PLUGIN)
-        for each, _ in self._workload:
+        for each in layers:
             each.choose(index)
-        self._workload = ()
-        self._seconds.clear()  # other workloads may have layers with the same candidates
         self._on_choice()
-
-    def _drop_rounds_unless_equal(self) -> None:
-        """Drop all complete rounds unless all ranks have the same ones."""
-        candidates = self._candidates()
-        complete_rounds = sorted(
-            ([(candidates.index(each), calls) for each, calls in workload], len(seconds))
-            for workload, seconds in self._seconds.items()
-        )
-        if not self._all_agree(complete_rounds):
-            self._seconds.clear()
-
-
-def rounds(indexes: Sequence[int]) -> list[int]:
-    """Return the candidate of each round. A round is one step; each second pass has the reverse order, so that a drift
-    of the machine's speed favors no candidate.
-
-    Args:
-        indexes: the candidates.
-    """
-    return [*indexes, *reversed(indexes)] * (PASSES // 2)
 
 
 def choose_by_saving(savings: Mapping[_Candidate, float], usual: _Candidate) -> _Candidate:
@@ -165,11 +59,3 @@ def choose_by_saving(savings: Mapping[_Candidate, float], usual: _Candidate) -> 
     """
     best = max(savings, key=lambda each: savings[each], default=usual)
     return best if savings.get(best, 0.0) > MIN_SAVING else usual
-
-
-def _indexes(workload: _Workload) -> list[int]:
-    return distinct_candidates([each for each, _ in workload])
-
-
-def _num_calls(workload: _Workload) -> int:
-    return sum(calls for _, calls in workload)
