@@ -32,7 +32,9 @@ def add_parser(subparsers: Any) -> None:
         "--cluster",
         help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet-25, ethernet-100, arc-b60",
     )
-    group.add_argument("--mode", help="exact, paper, balanced or fast (default: as in a run without --cocodiff_mode)")
+    group.add_argument(
+        "--mode", help="exact, paper, balanced, fast or auto (default: as in a run without --cocodiff_mode)"
+    )
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
     group.add_argument(

@@ -102,7 +102,7 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--mode", "exact"], "--mode 'exact' is not valid; valid are paper, balanced, fast"),
+        (["--mode", "exact"], "--mode 'exact' is not valid; valid are paper, balanced, fast, auto"),
         (["--mode", "fast@bits=3"], "'3' is not valid for bits"),
         (["--virtual", "2y2"], "'2y2' is not valid"),
         (["--seeds", "0"], "--seeds 0"),

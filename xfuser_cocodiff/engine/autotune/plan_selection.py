@@ -65,6 +65,8 @@ class CommSetup:
     """Slow and fast axes, with a mesh for each; None in lossless mode or without slow axes."""
     cache: TuningCache | None = None
     """Tuning results of the machine."""
+    profile: Profile | None = None
+    """Link profile, measured or given; None where none is needed."""
     synchronous: bool = False
     """Whether the backend blocks the host in each collective, so that nothing overlaps."""
     flat_mesh: Mesh | None = None
@@ -103,10 +105,10 @@ def set_up_comm(
     mesh = _new_mesh(config, device, group, config.topology, _plans_of(config))
     if parent:
         mesh = mesh.as_part_of(parent, "+".join(axis.name for axis in reversed(config.topology.axes)))
-    setup = CommSetup(mesh, None, cache or TuningCache({}), config.synchronous)
+    setup = CommSetup(mesh, None, cache or TuningCache({}), synchronous=config.synchronous)
     if group.size() == 1:
         return setup
-    profile = _link_profile(group, config, device, setup)
+    profile = setup.profile = _link_profile(group, config, device, setup)
     if profile and config.plan is None:
         setup.flat_mesh = _with_flat_plan(mesh)
         setup.mesh = _with_planner(mesh, profile)

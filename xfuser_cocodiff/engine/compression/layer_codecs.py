@@ -131,6 +131,8 @@ class LayerCodecs:
     """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`; references fit one of the two forms only."""
     gathers_kv: bool = False
     """Whether K and V are gathered along the slow axes, and Q and O stay off them."""
+    is_keyframe: bool = False
+    """Whether the step uses no references of earlier steps."""
     joint: float = 0.0
     """Weight of the leading branch in the difference that is coded of other branches; 0 to code each by itself."""
     leader: Mapping[tuple[str, HeadGroup], LinkState] | None = None
@@ -139,11 +141,6 @@ class LayerCodecs:
     """Whether other branches of this layer follow in this step, for which sent values are kept."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether no tensor needs a reference, as at the first step."""
-        return all(codec.is_stateless for codec in self.codecs.values())
 
     def link_state(self, name: str, head_group: HeadGroup) -> LinkState:
         """Return the link state of a head group of a tensor, creating it on first use."""

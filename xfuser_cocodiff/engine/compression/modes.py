@@ -90,7 +90,7 @@ class CodecSchedule:
         if self.is_keyframe_step(step):
             exact = replace(EXACT, predictor=self.predictor)
             return dict.fromkeys(LETTERS, self.keyframe_codec if step < self.warmup else exact)
-        progress = min(1.0, step / max(1, (total or _DEFAULT_STEPS) - 1))
+        progress = min(1.0, step / max(1, (total or DEFAULT_STEPS) - 1))
         if self.allocation:
             return {
                 name: Codec(bits or None, 0.0 if bits == NOT_SENT else 1.0, predictor=self.predictor)
@@ -294,7 +294,7 @@ FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(
 """Mode `fast`."""
 FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5)
 """Mode `fast` for few steps."""
-_DEFAULT_STEPS = 50
+DEFAULT_STEPS = 50
 """Number of steps that is assumed for runs of unknown length."""
 FEW_STEPS = 12
 """Maximum number of steps of a run whose values change too much between steps for few bits."""
@@ -303,7 +303,7 @@ FEW_STEPS = 12
 def preset(mode: str, total: int | None) -> CodecSchedule | None:
     """Return the schedule of a mode for a run of `total` steps, or None for lossless modes."""
     few = total is not None and total <= FEW_STEPS
-    if mode == "balanced":
+    if mode in ("balanced", "auto"):  # the lowest precision of `auto`, see :mod:`precisions`
         return BALANCED_FEW if few else BALANCED
     if mode == "fast":
         return FAST_FEW if few else FAST

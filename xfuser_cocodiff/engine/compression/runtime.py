@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression import modes, precisions
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.compression.precisions import KindLoad, LayerKind, StepLoad
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
@@ -35,6 +36,8 @@ class _LayerState:
     """Name of the layer."""
     transformer: Hashable
     """Key of the layer's transformer."""
+    kind: LayerKind
+    """Kind of the layer, which has one precision."""
     planned_bytes: ReferenceBytes
     """Memory that the layer's references take."""
     is_exact: bool
@@ -139,6 +142,8 @@ class CodecRuntime:
         info: logs what is normal.
         warn: logs what a user should act on.
         ring_partition: slow and fast axes of the ring; None if it has no slow axis.
+        precision_of: returns the precision of a kind of layer at this step, the same on all ranks; it changes between
+            steps only.
     """
 
     def __init__(
@@ -153,7 +158,9 @@ class CodecRuntime:
         info: Callable[[str], None] = lambda message: None,
         warn: Callable[[str], None] = lambda message: None,
         ring_partition: AxisPartition | None = None,
+        precision_of: Callable[[LayerKind], float] = lambda kind: precisions.SCHEDULED,
     ) -> None:
+        self.precision_of = precision_of
         self.virtual_ranks = virtual_ranks
         self._memory_budget, self._info, self._warn = memory_budget, info, warn
         self._partition, self._ring_partition, self.mode, self._overrides = partition, ring_partition, mode, overrides
@@ -180,12 +187,16 @@ class CodecRuntime:
         """Whether the run was announced rather than inferred."""
         self.schedule = self._schedule_for(None)
         """Codec schedule of the run."""
+        self._precisions = precisions.precisions_of(self.schedule, None)
+        """Precisions of the run, lowest first."""
         self.step = 0
         """Current step, from 0."""
         self.total: int | None = None
         """Number of steps; None if unknown."""
         self._started: list[_StartedReport] = []
         """Reports of the run's steps so far."""
+        self.load: StepLoad | None = None
+        """What the last step sent, until it is taken."""
 
     def _schedule_for(self, total: int | None) -> CodecSchedule:
         """Return the schedule of a run of `total` steps."""
@@ -205,6 +216,7 @@ class CodecRuntime:
         self._forces_keyframe = self._recovers = False
         self.inactive_reason, self.has_coded_layers = None, False
         self.schedule, self._is_certain = self._schedule_for(total), is_certain
+        self._precisions = precisions.precisions_of(self.schedule, total)
         self.step, self.total = step, total
         self._transformers.clear()
         self._int8_references, self._started = False, []
@@ -261,6 +273,8 @@ class CodecRuntime:
         """Start the report of the current step, and reset the statistics."""
         states = list(self._states.values())
         stats = [state.stats for state in states]
+        was_keyframe = self._forces_keyframe or self.schedule.is_keyframe_step(self.step)
+        self.load = StepLoad(self._load_of_kinds(), was_keyframe)
         for state in states:
             state.stats = CodecStats()
         report = StepReport(
@@ -270,7 +284,7 @@ class CodecRuntime:
             sum(each.exact_bytes for each in stats),
             sum(each.repeated for each in stats),
             0,
-            self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
+            was_keyframe,
             self.reference_bytes,
             sum(state.is_exact for state in self._states.values()),
             tuple(dict.fromkeys(each.layer for each in self._states.values() if each.gathers_kv and not each.is_exact)),
@@ -278,6 +292,22 @@ class CodecRuntime:
         errors = [error for each in stats for error in each.quant_errors]
         num_errors = [(state.layer, len(each.quant_errors)) for state, each in zip(states, stats, strict=True)]
         return _StartedReport(report, num_errors, not self._checks_after_step, ErrorReadout(errors))
+
+    def _load_of_kinds(self) -> dict[LayerKind, KindLoad]:
+        """Return what the coded layers that ran at this step have sent, by kind."""
+        loads: dict[LayerKind, KindLoad] = {}
+        for state in self._states.values():
+            if state.last_step == self.step and not state.is_exact:
+                load = loads.setdefault(state.kind, KindLoad())
+                load.calls += 1
+                load.sent_bytes += state.stats.sent_bytes
+                load.exact_bytes += state.stats.exact_bytes
+        return loads
+
+    def take_load(self) -> StepLoad | None:
+        """Return what the last step sent, once; None where no step has been encoded since."""
+        load, self.load = self.load, None
+        return load
 
     def drop_layer(self, key: Hashable, branch: int) -> None:
         """Drop the references of a layer in a branch, whose next call begins with a keyframe.
@@ -368,7 +398,9 @@ class CodecRuntime:
     ) -> LayerCodecs:
         """Return a layer's codecs at this step for given link states, of a branch that follows no other."""
         codecs = self.schedule.codecs(self.step, self.total, state.layer)
-        keyframe_codec = self.schedule.keyframe_codec
+        precision = self.precision_of(state.kind)
+        codecs = {name: precisions.at_precision(codec, precision) for name, codec in codecs.items()}
+        keyframe_codec = precisions.at_precision(self.schedule.keyframe_codec, precision)
         if not self._is_certain:
             keyframe_codec = replace(EXACT, predictor=self.schedule.predictor)
         if self._forces_keyframe:
@@ -389,6 +421,7 @@ class CodecRuntime:
             gathers_kv=state.gathers_kv,
             joint=self.schedule.joint,
             keeps_values=keeps_values,
+            is_keyframe=self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
         )
 
     @property
@@ -433,7 +466,8 @@ class CodecRuntime:
             is_exact = not self._fits_budget(planned_bytes)
         message_bytes = sizes.num_values // _MESSAGES_PER_LAYER * sizes.value_bytes
         single_stage = self._partition is not None and self._partition.is_single_stage(message_bytes)
-        return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage, gathers_kv, coding_seconds)
+        kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
+        return _LayerState(layer, transformer, kind, planned_bytes, is_exact, single_stage, gathers_kv, coding_seconds)
 
     def _coding_seconds(self, sizes: LayerSizes, gathers_kv: bool) -> tuple[float, float]:
         """Return the link time that coding a layer saves and the host time that it adds, over Ulysses group and ring.

@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.topology.topology import NOTATION
 AUTO = "auto"
 OFF = "off"
 EXACT, PAPER = "exact", "paper"
-MODES = (EXACT, PAPER, "balanced", "fast")
+MODES = (EXACT, PAPER, "balanced", "fast", AUTO)
 MULTI_NODE_MODE = "balanced"
 """Default mode of ranks on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
@@ -110,8 +110,9 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        f"Compression on slow axes: 'exact' is lossless, the others are lossy. Default: {MULTI_NODE_MODE!r} if the "
-        "ranks of a sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
+        f"Compression on slow axes: 'exact' is lossless, the others are lossy. {AUTO!r} sends as many bits as the "
+        f"links hide, at least those of {MULTI_NODE_MODE!r}. Default: {MULTI_NODE_MODE!r} if the ranks of a "
+        "sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
         MODES,
     ),
     Option(

@@ -17,7 +17,7 @@ import torch
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import EXACT, MODES
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MODES, MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
@@ -378,6 +378,10 @@ def show(record: dict[str, Any]) -> None:
     console.print(table)
     console.print("bytes: on slow links, over lossless ones of the same exchange")
     console.print("PSNR and SSIM: to lossless runs, mean over seeds")
+    if any(row["mode"] == AUTO for row in record["rows"]):
+        console.print(
+            f"{AUTO}: with its fewest bits, those of {MULTI_NODE_MODE}; runs choose more where links hide them"
+        )
     if not record["inpaints"]:
         console.print("no inpainting: the latent format of this pipeline is unknown")
 

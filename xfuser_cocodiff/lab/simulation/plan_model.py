@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
-from xfuser_cocodiff.engine.settings.options import MODES
+from xfuser_cocodiff.engine.settings.options import AUTO, MODES, MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN, Accelerator
@@ -192,7 +192,7 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
         "slow_axes": list(scenario.slow_axes),
         "stock": stock and {**row(stock), "share": stock.a2a_seconds / stock_seconds if stock_seconds else None},
         "splits": [row(estimate) for estimate in splits],
-        "modes": [row(estimate_step(scenario, splits[0].split, name)) for name in MODES],
+        "modes": [row(estimate_step(scenario, splits[0].split, name)) for name in MODES if name != AUTO],
         "flags": flags(splits[0], scenario.topology),
     }
 
@@ -227,6 +227,7 @@ def show(record: dict[str, Any]) -> None:
     print("\nmodes with the fastest split:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references")))
     console.print(*_exchange_lines(record), sep="\n")
+    console.print(f"mode {AUTO}: at least the bytes of {MULTI_NODE_MODE}; its bits follow from measured step times")
     if not record["modes"][-1]["reference_bytes"]:
         console.print(
             "no axis is slow for this device: all modes are lossless; --cocodiff_slow_axes names axes to compress"

@@ -38,8 +38,8 @@ class LayerCall:
         """Count the call in the candidates of its signature."""
         if self.signature and self.signature.candidates:
             # A step without references has other messages than the steps that are to be timed.
-            is_stateless = self.layer_codecs is not None and self.layer_codecs.is_stateless
-            self.signature.candidates.count_call(is_representative=not (is_stateless or self.is_restarted))
+            is_keyframe = self.layer_codecs is not None and self.layer_codecs.is_keyframe
+            self.signature.candidates.count_call(is_representative=not (is_keyframe or self.is_restarted))
 
 
 @dataclass(eq=False, kw_only=True)

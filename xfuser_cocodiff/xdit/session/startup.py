@@ -17,13 +17,14 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, PAPER
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MULTI_NODE_MODE, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, usp_versions
+from xfuser_cocodiff.xdit.session.precision_tuner import MAX_COST
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 
 _NO_SLOW_AXIS = (
@@ -33,6 +34,11 @@ _NO_SLOW_AXIS = (
 _NO_AXIS_IS_SLOW = (
     "no axis of the topology {} is slow for this device, so mode {!r} compresses nothing and the run is lossless; "
     "--cocodiff_slow_axes names axes to compress"
+)
+
+_BITS_ARE_CHOSEN = (
+    f"early steps choose the most bits that cost at most {MAX_COST:.0%} of a step more than those of "
+    f"{MULTI_NODE_MODE!r}"
 )
 
 
@@ -310,7 +316,12 @@ def _runtime_of(session: Session) -> CodecRuntime | None:
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
     how = f": {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
     _warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
-    return _new_runtime(config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition)
+    runtime = _new_runtime(
+        config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition
+    )
+    if session.precision_tuner:
+        runtime.precision_of = session.precision_tuner.precision_of
+    return runtime
 
 
 def _slow_axes(partition: AxisPartition, topology: Topology) -> str:
@@ -320,9 +331,12 @@ def _slow_axes(partition: AxisPartition, topology: Topology) -> str:
 
 
 def _warn_lossy(config: CocoDiffConfig, links: str) -> None:
+    bits = ""
+    if config.mode == AUTO:
+        bits = f", with the bits of {MULTI_NODE_MODE!r}" if config.virtual else f"; {_BITS_ARE_CHOSEN}"
     warn_once(
-        f"lossy: mode {config.mode!r} compresses communication on {links}; --cocodiff_mode {EXACT} is bit-identical to "
-        "stock"
+        f"lossy: mode {config.mode!r} compresses communication on {links}{bits}; --cocodiff_mode {EXACT} is "
+        "bit-identical to stock"
     )
 
 
