@@ -52,6 +52,14 @@ def test_dominated_and_invalid_variants_are_not_on_the_frontier() -> None:
     assert [each.mode for each in every if not each.is_valid] == ["int8"]
 
 
+def test_one_invalid_time_of_three_takes_no_variant_off_the_frontier() -> None:
+    cells = [cell(BEST, row("exact", 1.5, valid=valid), row("v-first", 2.0, valid=not valid)) for valid in (True,) * 2]
+    cells.append(cell(BEST, row("exact", 1.5, valid=False), row("v-first", 2.0)))
+    every = only_panel(*cells).points
+    assert [each.mode for each in frontier(every)] == ["exact"]
+    assert [each.mode for each in every if each.is_valid] == ["best_stock"]
+
+
 def test_the_frontier_of_predicted_rows_is_drawn_if_none_was_measured() -> None:
     rows = [row("best_stock", 1.0, valid=None), row("exact", 1.2, valid=None), row("fast", 1.1, 30.0, valid=None)]
     panel = only_panel(cell(*rows, predicted=True))

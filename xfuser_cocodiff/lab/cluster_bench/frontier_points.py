@@ -24,6 +24,8 @@ class Point:
     """Whether it is a mode of the plugin, and no rule of another system."""
     is_valid: bool = True
     """Whether it was measured in all cells, and all of its times are valid."""
+    counts: bool = True
+    """Whether it can be on the frontier: most of its times are valid, though it may have been invalid in some cells."""
 
     @property
     def name(self) -> str:
@@ -88,9 +90,9 @@ def _panel(nodes: int, cells: Sequence[dict[str, Any]]) -> Panel:
 def frontier(every: Sequence[Point]) -> list[Point]:
     """Return the points that no other point dominates, by PSNR, lossless ones last.
 
-    Points that are predicted or invalid do not count, unless all are.
+    Points that are mostly predicted or invalid do not count, unless all are.
     """
-    counted = [each for each in every if each.is_valid] or list(every)
+    counted = [each for each in every if each.counts] or list(every)
     best = [each for each in counted if not any(other.dominates(each) for other in counted)]
     return sorted(best, key=lambda each: float("inf") if each.psnr_db is None else each.psnr_db)
 
@@ -103,6 +105,7 @@ def _point(mode: str, rows: Sequence[dict[str, Any]]) -> Point:
         min((row["psnr_db"] for row in rows if not row["lossless"]), default=None),
         BEST_MODES.get(mode, mode).partition("@")[0] in MODES,
         all(row["valid"] for row in rows),
+        sum(bool(row["valid"]) for row in rows) > len(rows) / 2,
     )
 
 
