@@ -9,7 +9,6 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -158,6 +157,6 @@ def test_codecs_are_inactive_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) ->
     session = Session(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", disable=lambda _: None))
     layer = SimpleNamespace(name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert session.layer_codecs(layer, "share") == "coded"
-    monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert session.layer_codecs(layer, "share") is None

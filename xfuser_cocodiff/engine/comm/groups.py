@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_nccl_timeout
+from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
 _Groups = dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup]
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
@@ -51,6 +52,14 @@ def _unbound_device(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return after which time the backend of a group fails a collective of a device's tensors."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
+        return (default_pg_nccl_timeout if device.type == "cuda" else None) or default_pg_timeout
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
 from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm.groups import timeout_of
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU, is_captured
@@ -112,7 +112,7 @@ class Stages:
         if not is_captured(self.device):
             end = torch.Event(self.device.type)  # keeps no tensors alive, which the collective's work would
             end.record()
-            timeout = self.timeout or (self.device.type == "cuda" and default_pg_nccl_timeout) or default_pg_timeout
+            timeout = self.timeout or timeout_of(group, self.device)
             failure_detection.set_deadline(end.query, group, label, timeout.total_seconds())
 
 

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
@@ -19,6 +18,7 @@ from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.engine.comm.groups import timeout_of
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -375,14 +375,17 @@ def all_reduce(values: list[float], operation: str, timeout: float | None = None
     Args:
         values: of this rank.
         operation: "sum", "min" or "max".
-        timeout: in seconds; torch's default when not given.
+        timeout: in seconds; when not given, the shorter one of the groups for host memory and for the device.
 
     Raises:
         UnresponsiveRankError: a rank does not respond.
     """
     from xfuser.core.distributed import get_sp_group
 
-    group, limit = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
+    group = get_sp_group().cpu_group
+    # No longer than the device's collectives may take: their watchdog would end the process before a rank is named.
+    device_limit = timeout_of(get_sp_group().device_group, compute_device())
+    limit = timedelta(seconds=timeout) if timeout else min(timeout_of(group, devices.CPU), device_limit)
     tensor = torch.tensor(values, dtype=torch.float64)
     with failure_detection.report_failed_ranks(group, "agreement"):
         dist.all_reduce(tensor, _OPERATIONS[operation], group=group, async_op=True).wait(limit)
