@@ -13,6 +13,7 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -184,12 +185,73 @@ def ends(runtime: CodecRuntime) -> list[tuple]:
 
 
 def assert_equal_ends(found: list[list[tuple]]) -> None:
-    """Compare the references of ranks 0 and 1 of the slow axis, with one link each."""
+    """Compare both ends of the links between two slow coordinates: of pairs of ranks, or of all ranks of both."""
     assert any(weight for _, _, weight in found[0])
-    half = len(found) // 2
-    for one, other in zip(found[:half], found[half:], strict=True):
-        for (sent, received, _), (other_sent, other_received, _) in zip(one, other, strict=True):
-            assert torch.equal(sent, other_received) and torch.equal(other_sent, received)
+    half, links = len(found) // 2, len(found[0][0][0])
+    for one, other in itertools.product(range(half), range(half)):
+        if links == 1 and one != other:
+            continue
+        there, here = (one, other) if links > 1 else (0, 0)
+        for near, far in zip(found[one], found[half + other], strict=True):
+            assert torch.equal(near[0][here], far[1][there]) and torch.equal(near[1][here], far[0][there])
+
+
+def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch: int) -> list[tuple]:
+    """Run all-to-alls whose batch has two branches and compare what arrives; return the references of both ends."""
+    kernels.use("torch")
+    size = dist.get_world_size()
+    mesh, partition = over(sizes)
+    object.__setattr__(partition, "is_single_stage", lambda message_bytes: single_stage)
+    runtime = CodecRuntime(partition, "balanced", schedule, None, list)
+    settings = CodecSchedule.parse(schedule, preset("balanced", STEPS))
+    expected = BatchedDefinitions(settings.joint, 1 - settings.cached[0])
+    runtime.begin_run(STEPS)
+    for step in range(STEPS):
+        halves = {name: [whole(name, of, step)[:batch] for of in range(2)] for name in "qkvo"}
+        wholes = {name: torch.cat(pair) for name, pair in halves.items()}
+        mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
+        layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*mine), batched_branches=2)
+        found = dict(zip("qkv", receive(mine, mesh, layer_codecs), strict=True))
+        found["o"] = torch.empty(2 * batch, HEADS, TOKENS // size, DIM)
+        attended = wholes["o"].chunk(size, 1)[rank].contiguous()
+        start_heads_to_seq(attended, found["o"], mesh, Label("o"), ALL_HEADS, layer_codecs).wait()
+        for name, source in itertools.product("qkvo" if settings.cached == (0, 0) else "v", range(size)):
+            pair = [piece(half, name, source, rank, size) for half in halves[name]]
+            is_near = source // (size // 2) == rank // (size // 2)
+            wanted = torch.cat(pair if is_near else expected.decode((name, source), *pair))
+            arrived = found[name].chunk(size, 2 if name != "o" else 1)[source]
+            what = f"{name} in step {step}: "
+            torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, msg=what.__add__)
+        assert runtime.planned_reference_bytes == runtime.reference_bytes or step < 2
+        if step < STEPS - 1:
+            runtime.end_step()
+    return ends(runtime)
+
+
+def receive(mine: list[torch.Tensor], mesh: Mesh, layer_codecs: LayerCodecs) -> list[torch.Tensor]:
+    """Return Q, K and V as they arrive, where V goes first."""
+    query, key, value = mine
+    early = start_seq_to_heads([value], mesh, Label("v"), layer_codecs=layer_codecs)
+    late = start_seq_to_heads([query, key], mesh, Label("qk"), layer_codecs=layer_codecs)
+    [value], others = early.wait(), late.wait()
+    return [*others, value]
+
+
+class BatchedDefinitions:
+    """Definitions of tensors whose batch has two branches: the first step is coded together as well."""
+
+    def __init__(self, weight: float, fraction: float) -> None:
+        self.weight, self.fraction = weight, fraction
+        self.leading: dict = {}
+        self.following: dict = {}
+
+    def decode(self, key: tuple, leading: torch.Tensor, following: torch.Tensor) -> list[torch.Tensor]:
+        """Return the decoded values of both branches."""
+        decoded = []
+        for known, values in ((self.leading, leading), (self.following, following - self.weight * leading)):
+            definition = known.setdefault(key, Definition(0.0, self.fraction))
+            decoded.append(definition.decode(0, values, values, False))
+        return [decoded[0], decoded[1] + self.weight * decoded[0]]
 
 
 HOW = ["plain", "skipped", "swapped", "not finite in 0", "not finite in 1", "three branches"]
@@ -205,3 +267,20 @@ CASES = [
 def test_all_to_alls_decode_what_the_definition_says(sizes: str, single_stage: bool, how: str, schedule: str) -> None:
     size = Topology.parse(sizes).size
     assert_equal_ends(ranks.run(run_branches, size, sizes, single_stage, how, schedule, None))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "single_stage", "schedule", "batch"),
+    [
+        ("node=2", True, f"{SCHEDULE},joint=1", 2),
+        ("2x2", False, f"{SCHEDULE},joint=1.25", 1),
+        ("2x2", False, f"{SCHEDULE},joint=1", 2),  # each branch has several samples of several ranks
+        ("2x2", True, f"{SCHEDULE},joint=1", 2),
+        ("node=2", True, f"{SCHEDULE},joint=0.75,cached=0.5", 1),
+    ],
+)
+def test_branches_in_one_batch_decode_what_the_definition_says(
+    sizes: str, single_stage: bool, schedule: str, batch: int
+) -> None:
+    size = Topology.parse(sizes).size
+    assert_equal_ends(ranks.run(run_batched, size, sizes, single_stage, schedule, batch))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, row_bytes, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, Prediction
@@ -133,21 +133,19 @@ class Lead(NamedTuple):
     """Weight of the leading branch in the difference that is coded; 0 to code the values by themselves."""
     next_weight: float
     """Weight of the leading branch in the reference that is left for the next step."""
-    values: torch.Tensor | None = None
-    """At the sender, the values that the leading branch has sent in this step, (L, G, H, T, D)."""
-    error_energy: torch.Tensor | None = None
-    """At the sender, their sum of squared reconstruction errors, float32; None if they were sent losslessly."""
+    sent: SentValues | None = None
+    """At the sender, the values that the leading branch has sent in this step, if they are subtracted."""
 
     @property
     def base(self) -> Base | None:
         """What is subtracted before encoding and added after decoding; None if nothing is."""
         if not self.weight:
             return None
-        return Base(self.reference.predict() if self.values is None else self.values, self.weight)
+        return Base(self.sent.read() if self.sent else self.reference.predict(), self.weight)
 
     def alone(self) -> "Lead":
         """Return the lead of a tensor whose values are coded by themselves after all."""
-        return self._replace(weight=0.0)
+        return self._replace(weight=0.0, sent=None)
 
     def prepare(self, reference: LinkReference, codec: Codec) -> None:
         """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
@@ -261,9 +259,9 @@ def _error_energy(
     """
     if reference.is_int8:  # storing the reference in int8 adds to the error
         return energy(rows.remote_slots(values, local_slots) - decoded_values(reference, lead))
-    if lead is None or not lead.weight or lead.error_energy is None:
+    if lead is None or lead.sent is None or lead.sent.error_energy is None:
         return energy_of_coded
-    return energy_of_coded + lead.weight**2 * lead.error_energy  # both errors are independent
+    return energy_of_coded + lead.weight**2 * lead.sent.error_energy  # both errors are independent
 
 
 def decode(
@@ -361,9 +359,9 @@ def section_bytes(codec: Codec, name: str, shape: tuple[int, ...], dtype: torch.
 
     Args:
         codec: the tensor's.
-        name: the tensor's letter.
+        name: name of the tensor, which begins with its letter.
         shape: (L, G, H, T, D) of the values that cross the links.
         dtype: type of the values.
     """
-    mask = shape[1] * -(-shape[TOKEN_DIM] // 8) if codec.selects_tokens and name in SELECTING else 0
+    mask = shape[1] * -(-shape[TOKEN_DIM] // 8) if codec.selects_tokens and name[0] in SELECTING else 0
     return mask, codec.payload_bytes(shape, dtype)

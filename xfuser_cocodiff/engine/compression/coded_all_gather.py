@@ -128,7 +128,7 @@ def _gather_encoded(
 ) -> None:
     """Send tensors encoded along the slow axes, and decode those of other coordinates into targets (S, B, H, T, D)."""
     values, copies = [tensor[None] for tensor in tensors], partition.num_slow - 1
-    message = Message(names, values, layer_codecs, head_group, _local_slots(partition), copies)
+    message = Message(names, values, layer_codecs, head_group, _local_slots(partition), len(tensors[0]), copies)
     received = _gather(message.encode()[0], partition.slow)
     message.decode(received, targets, lambda sent: _gather(sent[0], partition.slow))
 

@@ -56,7 +56,8 @@ class _CodedAllToAll(NamedTuple):
 
     def message(self, values: list[torch.Tensor], local_slots: range) -> Message:
         """Return a message of values (P, G, n, s, D)."""
-        return Message(self.label.tensors, values, self.layer_codecs, self.head_group, local_slots)
+        samples = self.targets[0].shape[-4]
+        return Message(self.label.tensors, values, self.layer_codecs, self.head_group, local_slots, samples)
 
     def receive(
         self,

@@ -15,30 +15,10 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Lead, QuantError
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import from_int8, to_int8
+from xfuser_cocodiff.engine.kernels.quantize import to_int8
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
-
-
-@dataclass
-class SentValues:
-    """Values of a leading branch that this rank has sent in a step."""
-
-    step: int
-    """The step."""
-    shape: tuple[int, ...]
-    """Their shape (L, G, H, T, D)."""
-    dtype: torch.dtype
-    """Their type."""
-    kept: tuple[torch.Tensor, ...] = ()
-    """The values, or their int8 levels and codes; empty if they are not kept."""
-    error_energy: torch.Tensor | None = None
-    """Sum of squared reconstruction errors, float32; None if they were sent losslessly."""
-
-    def read(self) -> torch.Tensor:
-        """Return the values, (L, G, H, T, D)."""
-        return from_int8(*self.kept).to(self.dtype) if len(self.kept) > 1 else self.kept[0]
 
 
 @dataclass
@@ -139,6 +119,8 @@ class LayerCodecs:
     """Link states of this layer in the leading branch; None in that branch, and where there is none."""
     keeps_values: bool = False
     """Whether other branches of this layer follow in this step, for which sent values are kept."""
+    batched_branches: int = 1
+    """Number of branches that each call has in its batch, one after the other; the first leads the others."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
 
@@ -151,19 +133,52 @@ class LayerCodecs:
 
     def leader_of(self, name: str, head_group: HeadGroup) -> LinkState | None:
         """Return the link state of a tensor in the leading branch; None if the tensor follows none."""
-        return self.leader.get((name, head_group)) if self.leader else None
+        if self.leader is not None:
+            return self.leader.get((name[0], head_group))
+        return self.link_states.get((name[0], head_group)) if name[1:] else None
+
+    def split_branches(self, name: str, values: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
+        """Return the values (P, G, H, T, D) of each branch in a batch by name: q, q1, q2.
+
+        Args:
+            name: the tensor's letter.
+            values: values of all branches.
+            samples: number of samples in the batch, B; groups are those of all samples of a rank, rank by rank.
+
+        Returns:
+            Views, but copies if both several ranks and several samples of a branch are in the groups.
+        """
+        if not self.joint or samples % self.batched_branches or self.batched_branches == 1:
+            return {name: values}
+        parts = values.unflatten(1, (-1, samples)).chunk(self.batched_branches, 2)
+        return {f"{name}{index or ''}": part.flatten(1, 2) for index, part in enumerate(parts)}
+
+    def join_branches(self, parts: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+        """Return the values (P, G, H, T, D) of all branches, the inverse of :meth:`split_branches`."""
+        by_sample = [part.unflatten(1, (-1, samples // len(parts))) for part in parts]
+        return torch.cat(by_sample, 2).flatten(1, 2) if len(parts) > 1 else parts[0]
 
     def note_sent(self, name: str, head_group: HeadGroup, values: torch.Tensor, local_slots: range | None) -> None:
-        """Note the values (P, G, H, T, D) that a tensor sends in this step, and keep them for branches that follow."""
-        if not self.joint or self.leader is not None:
+        """Note the values (P, G, H, T, D) that a tensor sends in this step, for branches that follow it.
+
+        Those of later calls need a copy; for those in the batch they are kept until :meth:`release_sent`.
+        """
+        if not self.joint or self.leader_of(name, head_group):
             return
         shape = (rows.num_links(len(values), local_slots), *values.shape[1:])
-        sent = SentValues(self.step, shape, values.dtype)
-        if self.keeps_values:
+        self.link_state(name, head_group).sent_values = sent = SentValues(self.step, shape, values.dtype)
+        if self.keeps_values or self.batched_branches > 1:
             remote = rows.remote_slots(values, local_slots)
-            is_int8, layout = self.int8_references, torch.contiguous_format
-            sent.kept = to_int8(remote) if is_int8 else (remote.clone(memory_format=layout),)
-        self.link_state(name, head_group).sent_values = sent
+            sent.kept = self._copied(remote) if self.keeps_values else (remote,)
+
+    def _copied(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a copy of values as :attr:`SentValues.kept`."""
+        return to_int8(values) if self.int8_references else (values.clone(memory_format=torch.contiguous_format),)
+
+    def release_sent(self, name: str, head_group: HeadGroup) -> None:
+        """Drop the values that a tensor has sent, unless they are kept for later calls."""
+        if not self.keeps_values:
+            self.link_state(name, head_group).drop_kept()
 
 
 class Joint(NamedTuple):
@@ -178,10 +193,8 @@ class Joint(NamedTuple):
 
     def at_sender(self) -> Lead:
         """Return the leading branch at the sender's end."""
-        if not self.weight:
-            return Lead(self.leader.sent, self.weight, self.next_weight)
-        sent = self.leader.sent_values
-        return Lead(self.leader.sent, self.weight, self.next_weight, sent.read(), sent.error_energy)
+        sent = self.leader.sent_values if self.weight else None
+        return Lead(self.leader.sent, self.weight, self.next_weight, sent)
 
     def at_receiver(self) -> Lead:
         """Return the leading branch at the receiver's end."""
@@ -203,7 +216,7 @@ def joint_for(
 
     Args:
         layer_codecs: codecs of the layer.
-        name: the tensor's letter.
+        name: name of the tensor.
         head_group: head group of the values.
         shape: (L, G, H, T, D).
         dtype: type of the values.
@@ -228,14 +241,14 @@ def codec_for(
     or if the last collective never ended. It sends all tokens of Q or K if V has no selection for them. The result
     depends on shapes and earlier collectives only, which are equal on all ranks.
     """
-    codec, link_state = layer_codecs.codecs[name], layer_codecs.link_state(name, head_group)
+    codec, link_state = layer_codecs.codecs[name[0]], layer_codecs.link_state(name, head_group)
     if codec.is_keyframe:
         return codec
     needed = [link_state, layer_codecs.leader_of(name, head_group)] if link_state.sent.weight else [link_state]
     if any(each is None or each.in_flight or not each.sent.fits(shape, dtype) for each in needed):
         return layer_codecs.keyframe_codec
-    if codec.selects_tokens and name not in codecs.SELECTING:
-        selection = layer_codecs.selections.get(("v", head_group))
+    if codec.selects_tokens and name[0] not in codecs.SELECTING:
+        selection = layer_codecs.selections.get((selecting_name(name), head_group))
         if selection is None or selection.sent.tokens != shape[codecs.TOKEN_DIM]:
             return replace(codec, token_fraction=1.0)
     return codec
@@ -254,7 +267,7 @@ def active_tokens_for(
 
     Args:
         layer_codecs: keeps the selections.
-        name: the tensor's letter.
+        name: name of the tensor.
         head_group: head group of the values.
         values: (P, G, H, T, D).
         codec: codec of the tensor.
@@ -263,12 +276,17 @@ def active_tokens_for(
     """
     if not codec.selects_tokens:
         return None
-    if name in codecs.SELECTING:
+    if name[0] in codecs.SELECTING:
         reference = layer_codecs.link_state(name, head_group).sent
         active = codecs.select_tokens(values, reference, codec, layer_codecs.step, local_slots, lead)
         layer_codecs.selections[name, head_group] = Selection(active)
         return active
-    return layer_codecs.selections["v", head_group].sent
+    return layer_codecs.selections[selecting_name(name), head_group].sent
+
+
+def selecting_name(name: str) -> str:
+    """Return the name of the tensor whose active tokens a tensor has: its own, or that of V in the same branch."""
+    return name if name[0] in codecs.SELECTING else f"v{name[1:]}"
 
 
 def is_finite(error: QuantError) -> bool:

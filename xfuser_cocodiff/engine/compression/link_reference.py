@@ -5,6 +5,7 @@ Sizes in shapes: L links; G groups of tokens, H heads, T tokens, D head dim.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -108,6 +109,26 @@ class LinkReference:
         """Memory in bytes."""
         stored = (*self._current, *self._previous, *([] if self.last_values is None else [self.last_values]))
         return sum(tensor.nbytes for tensor in stored)
+
+
+@dataclass
+class SentValues:
+    """Values of a leading branch that this rank has sent in a step."""
+
+    step: int
+    """The step."""
+    shape: tuple[int, ...]
+    """Their shape (L, G, H, T, D)."""
+    dtype: torch.dtype
+    """Their type."""
+    kept: tuple[torch.Tensor, ...] = ()
+    """The values, or their int8 levels and codes; empty if they are not kept."""
+    error_energy: torch.Tensor | None = None
+    """Sum of squared reconstruction errors, float32; None if they were sent losslessly."""
+
+    def read(self) -> torch.Tensor:
+        """Return the values, (L, G, H, T, D)."""
+        return from_int8(*self.kept).to(self.dtype) if len(self.kept) > 1 else self.kept[0]
 
 
 @functools.cache  # created once, since copying it to a device blocks the host

@@ -22,6 +22,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
     codec_for,
     is_finite,
     joint_for,
+    selecting_name,
 )
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
@@ -36,7 +37,7 @@ class _Section(NamedTuple):
     """Bytes of one tensor in a buffer."""
 
     name: str
-    """The tensor's letter."""
+    """Name of the tensor: its letter, and for branches that follow in the batch their number."""
     mask: torch.Tensor
     """Token mask, uint8 (P, n); empty if the tensor selects no tokens."""
     payload: torch.Tensor
@@ -52,6 +53,7 @@ class Message:
         layer_codecs: codecs and link states of the layer.
         head_group: head group of the values.
         local_slots: slots of this rank, which are skipped.
+        samples: number of samples in the batch.
         copies: number of receivers that all get the same values; P is then 1 when encoding. None if each slot has
             values of its own.
     """
@@ -63,14 +65,15 @@ class Message:
         layer_codecs: LayerCodecs,
         head_group: HeadGroup,
         local_slots: range,
+        samples: int = 1,
         copies: int | None = None,
     ) -> None:
-        self.names, self.values = names, values
+        self.names, self.values, self._samples = names, values, samples
         self._layer_codecs, self._head_group = layer_codecs, head_group
         self._local_slots, self._copies = local_slots, copies or 1
         self._unsent_slots = None if copies else local_slots
-        # V first: it selects the active tokens of Q and K.
-        self._by_name = dict(sorted(zip(names, values, strict=True), key=lambda pair: pair[0] != "v"))
+        # V first: it selects the active tokens of Q and K. A branch that leads others is before them.
+        self._by_name = dict(sorted(self._branches_of(values).items(), key=lambda item: item[0][0] != "v"))
         self._links = rows.num_links(len(values[0]), self._unsent_slots)
         self._codecs: dict[str, Codec] = {}
         self._joints: dict[str, Joint | None] = {}
@@ -92,9 +95,13 @@ class Message:
                 lead.prepare(self._link_state(name).sent, codec)
             active[name] = active_tokens_for(*of_tensor, values, codec, self._unsent_slots, lead)
             self._layer_codecs.note_sent(name, self._head_group, values, self._unsent_slots)
-            self._link_state(name).in_flight = True
             self._layer_codecs.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
-        return self._encode_sections(active)
+        for name in self._by_name:
+            self._link_state(name).in_flight = True
+        buffer = self._encode_sections(active)
+        for name in self._by_name:
+            self._layer_codecs.release_sent(name, self._head_group)
+        return buffer
 
     def _encode_sections(self, active: Mapping[str, ActiveTokens | None]) -> torch.Tensor:
         """Encode all tensors by their codecs into a new buffer, and add it to the statistics.
@@ -142,7 +149,7 @@ class Message:
             self._layer_codecs.stats.repeated += 1
             self._repeat_losslessly()
             received = resend(self._encode_sections({}))
-        target_of = dict(zip(self.names, targets, strict=True))
+        target_of = self._branches_of(targets)
         leads = {name: joint.at_receiver() if joint else None for name, joint in self._joints.items()}
         for name, lead in leads.items():
             if lead:
@@ -153,6 +160,21 @@ class Message:
             active = self._received_tokens(name) if codec.selects_tokens else None
             target, lead = target_of[name], leads[name]
             codecs.decode(payload, link_state.received, codec, active, target, self._local_slots, lead)
+        self._join_copies(targets, target_of)
+
+    def _branches_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors (P, G, H, T, D) by name, those of each branch in the batch by itself."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in zip(self.names, tensors, strict=True):
+            found |= self._layer_codecs.split_branches(name, tensor, self._samples)
+        return found
+
+    def _join_copies(self, targets: Sequence[torch.Tensor], target_of: Mapping[str, torch.Tensor]) -> None:
+        """Write to the targets what was decoded of each branch, where that was to copies."""
+        for name, target in zip(self.names, targets, strict=True):
+            parts = [part for each, part in target_of.items() if each[0] == name]
+            if any(part.untyped_storage().data_ptr() != target.untyped_storage().data_ptr() for part in parts):
+                target.copy_(self._layer_codecs.join_branches(parts, self._samples))
 
     def _repeat_losslessly(self) -> None:
         """Send all tensors by themselves, and no differences to them in this step."""
@@ -174,8 +196,7 @@ class Message:
 
     def _received_tokens(self, name: str) -> ActiveTokens | None:
         """Return the active tokens that other ranks send of a tensor."""
-        selecting = name if name in codecs.SELECTING else "v"
-        return self._layer_codecs.selections[selecting, self._head_group].received
+        return self._layer_codecs.selections[selecting_name(name), self._head_group].received
 
     def _link_state(self, name: str) -> LinkState:
         return self._layer_codecs.link_state(name, self._head_group)

@@ -327,6 +327,7 @@ class CodecRuntime:
         transformer: Hashable = None,
         gathers_kv: bool = False,
         gathers_lossless: bool = False,
+        batched_branches: int = 1,
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group at this step, or None if it is lossless.
 
@@ -338,24 +339,39 @@ class CodecRuntime:
             transformer: distinguishes the layer's transformer from others.
             gathers_kv: whether K and V are gathered along the slow axes, if this call is the layer's first in the run.
             gathers_lossless: whether they are gathered if the layer is lossless; by heads when not given.
+            batched_branches: number of branches in the call's batch.
         """
         state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv, gathers_lossless)
         if state is None or not (self._partition or self.virtual_ranks):
             return None
-        leader = self._leader_of(state, key, branch)
-        codecs = self._codecs_of(state, self._partition, state.link_states, self._is_followed(key, branch))
-        return replace(codecs, leader=leader.link_states) if leader else codecs
+        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
+        return replace(
+            self._codecs_of(state, self._partition, state.link_states),
+            leader=leader.link_states if leader else None,
+            keeps_values=keeps_values,
+            batched_branches=batched_branches,
+        )
 
     def ring_codecs(
-        self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable = None
+        self,
+        layer: str,
+        key: Hashable,
+        branch: int,
+        sizes: LayerSizes,
+        transformer: Hashable = None,
+        batched_branches: int = 1,
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
         state = self._state_of(layer, key, branch, sizes, transformer)
         if state is None or self._ring_partition is None:
             return None
-        leader = self._leader_of(state, key, branch)
-        codecs = self._codecs_of(state, self._ring_partition, state.ring_link_states, self._is_followed(key, branch))
-        return replace(codecs, leader=leader.ring_link_states) if leader else codecs
+        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
+        return replace(
+            self._codecs_of(state, self._ring_partition, state.ring_link_states),
+            leader=leader.ring_link_states if leader else None,
+            keeps_values=keeps_values,
+            batched_branches=batched_branches,
+        )
 
     def _leader_of(self, state: _LayerState, key: Hashable, branch: int) -> _LayerState | None:
         """Return a layer's state in the branch that leads another one; None where each is coded by itself."""
@@ -393,10 +409,8 @@ class CodecRuntime:
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 
-    def _codecs_of(
-        self, state: _LayerState, partition: AxisPartition | None, link_states: dict, keeps_values: bool
-    ) -> LayerCodecs:
-        """Return a layer's codecs at this step for given link states, of a branch that follows no other."""
+    def _codecs_of(self, state: _LayerState, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
+        """Return a layer's codecs at this step for given link states, as if there were no other branch."""
         codecs = self.schedule.codecs(self.step, self.total, state.layer)
         precision = self.precision_of(state.kind)
         codecs = {name: precisions.at_precision(codec, precision) for name, codec in codecs.items()}
@@ -420,7 +434,6 @@ class CodecRuntime:
             single_stage=state.single_stage,
             gathers_kv=state.gathers_kv,
             joint=self.schedule.joint,
-            keeps_values=keeps_values,
             is_keyframe=self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
         )
 

@@ -130,7 +130,8 @@ class VirtualRanks:
         sources, targets = zip(*itertools.permutations(range(self.num_slow), 2), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         sent = rows.clone()
-        sent[sources, targets] = _through_codec(name, values, layer_codecs).view(len(sources), *rows.shape[2:])
+        received = _through_codecs(name, values, layer_codecs, samples=rows.shape[4])
+        sent[sources, targets] = received.view(len(sources), *rows.shape[2:])
         split = sent.permute(*map(order.index, range(4)), 4, 5, 6, 7)
         shards = self._join(split, 2 + _HEAD_DIM)
         sizes = [part.shape[_TOKEN_DIM] // self.topology.size for part in parts]
@@ -191,7 +192,7 @@ class VirtualRanks:
         if not sharded:
             return tensor
         blocks = [parts[index].unflatten(_TOKEN_DIM, (size, -1)).permute(2, 0, 1, 3, 4) for index in sharded]
-        received = _through_codec(name, torch.cat(blocks, 3), layer_codecs, self.num_slow - 1)
+        received = _through_codecs(name, torch.cat(blocks, 3), layer_codecs, tensor.shape[0], self.num_slow - 1)
         for index, part in zip(sharded, received.split([block.shape[3] for block in blocks], 3), strict=True):
             parts[index] = part.permute(1, 2, 0, 3, 4).flatten(_TOKEN_DIM, _TOKEN_DIM + 1)
         return torch.cat(parts, _TOKEN_DIM)
@@ -203,15 +204,26 @@ class VirtualRing(VirtualRanks):
     is_ring = True
 
 
-def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int = 1) -> torch.Tensor:
+def _through_codecs(
+    name: str, values: torch.Tensor, layer_codecs: LayerCodecs, samples: int, copies: int = 1
+) -> torch.Tensor:
     """Return values (L, G, H, T, D) as receivers decode them, and add to the statistics.
 
     Args:
         name: the tensor's letter.
         values: values by link.
         layer_codecs: codecs of the layer.
+        samples: number of samples in the batch.
         copies: number of receivers of each link's values.
     """
+    parts = layer_codecs.split_branches(name, values, samples)
+    received = [_through_codec(each, part, layer_codecs, copies) for each, part in parts.items()]
+    layer_codecs.release_sent(name, ALL_HEADS)
+    return layer_codecs.join_branches(received, samples)
+
+
+def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int) -> torch.Tensor:
+    """Return the values of one branch in a batch; see :func:`_through_codecs`."""
     of_tensor, stats = (layer_codecs, name, ALL_HEADS), layer_codecs.stats
     codec = codec_for(*of_tensor, values.shape, values.dtype)
     joint = joint_for(*of_tensor, values.shape, values.dtype, codec)

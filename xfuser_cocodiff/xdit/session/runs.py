@@ -14,6 +14,7 @@ import torch
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.patching.log import warn_once
+from xfuser_cocodiff.xdit.session import batched_branches
 from xfuser_cocodiff.xdit.session.step_key import StepKey, UnknownStepError, prompts_of
 
 MAX_BRANCHES = 16
@@ -44,6 +45,8 @@ class Run:
     """Whether the rest of the run is lossless, since its steps cannot be told apart."""
     prompts: dict[tuple[int, int], StepKey] = field(default_factory=dict)
     """First key of each transformer (by id) and branch, recorded while only the prompt identifies a call's run."""
+    batched_branches: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Number of branches in the batch of each transformer (by id) at each batch size."""
     prompt_values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     """Copies of the prompts in :attr:`prompts`, for a run that may be abandoned."""
 
@@ -177,9 +180,24 @@ class Runs:
             root.run = None
         if root.run is None and self._declared:  # the warning was logged when the run was disabled
             return
+        root.batched_branches = self._batched_branches(runtime, root, args, kwargs) if root.run else 1
         self._lossless_calls = 0 if root.run and runtime.has_coded_layers else self._lossless_calls + 1
         if self._lossless_calls > _MAX_LOSSLESS_CALLS:
             self._warn_inactive(runtime)
+
+    def _batched_branches(self, runtime: CodecRuntime, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> int:
+        """Return the number of branches in the batch of a call, if branches are coded together.
+
+        It is found at the first call of a run with each batch size. A rank may hold a part of the latents.
+        """
+        latents = batched_branches.latents_of(root, args, kwargs) if runtime.schedule.joint else None
+        if latents is None or len(latents) == 1:
+            return 1
+        known, key = root.run.batched_branches, (id(root), len(latents))
+        if key not in known:
+            count = batched_branches.count_branches(latents)
+            known[key] = count if self._all_agree(count) else 1
+        return known[key]
 
     @property
     def reason(self) -> str:

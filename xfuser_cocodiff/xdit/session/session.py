@@ -316,9 +316,10 @@ class Session:
         call = layer.call
         if call is not None and call.layer_codecs is not None:
             return call.layer_codecs
+        root = layer.root
         in_graph = gathers_kv and isinstance(call, TracedCall)  # whose exchange is fixed even if the layer is lossless
         codecs = self.runtime.layer_codecs(
-            layer.name, id(layer), layer.branch, sizes, id(layer.root), gathers_kv, in_graph
+            layer.name, id(layer), layer.branch, sizes, id(root), gathers_kv, in_graph, root.batched_branches
         )
         if call is not None and codecs is not None:  # the first call of a layer is not wrapped yet
             call.use_codecs(codecs, self.num_head_groups(call.schedule, codecs))
@@ -341,7 +342,8 @@ class Session:
         """Return the codecs of a layer's ring in this call; see :meth:`layer_codecs`."""
         if not self._is_encoded(layer):
             return None
-        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
+        root = layer.root
+        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches)
 
     def _is_encoded(self, layer: BaseLayer | None) -> bool:
         """Return whether a layer is encoded in this call."""
