@@ -1,6 +1,8 @@
 """`cocodiff bench kernels`: bytes, rows and the printed table."""
 
 import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ SMALL = dataclasses.replace(WORKLOADS["flux.1-dev"], heads=8, head_dim=16, text_
 
 def test_rows_count_the_bytes_that_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setitem(bench.WORKLOADS, "small", SMALL)
-    monkeypatch.setattr(bench.benchmark, "Timer", Once)
+    monkeypatch.setattr(bench, "_timer", once)
     record = bench.measure(DEVICE, 4, 2, [("small", 64)])
     tensor = 24 * 8 * 16 * 2 // 4  # per rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
     crossing = tensor // 2
@@ -32,15 +34,22 @@ def test_rows_count_the_bytes_that_kernels_read_and_write(monkeypatch: pytest.Mo
     assert "host time of a layer's all-to-alls in mode balanced: 1.00 ms (1.00 to 1.00)" in printed
 
 
-class Once:
-    """Stand-in for PyTorch's timer that calls a statement once."""
+def once(call: Callable[[], object], device: torch.device, on_host: bool) -> Callable[[], float]:
+    """Return a timer that calls once, and takes a millisecond."""
 
-    def __init__(self, statement: str, globals: dict) -> None:
-        self.call = globals["call"]
+    def timed() -> float:
+        call()
+        return 1e-3
 
-    def blocked_autorange(self, min_run_time: float) -> object:
-        self.call()
-        return type("Measurement", (), {"median": 1e-3})
+    return timed
+
+
+def test_accelerators_have_a_timer_of_device_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = SimpleNamespace(host_seconds=lambda call: "host", device_seconds=lambda call: "device")
+    monkeypatch.setattr(bench, "_device_timer", lambda device: timer)
+    accelerator = torch.device("cuda")
+    assert [bench._timer(int, accelerator, on_host)() for on_host in (False, True)] == ["device", "host"]
+    assert isinstance(bench._timer(int, torch.device("cpu"), True)(), float)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -1,8 +1,10 @@
 """`cocodiff bench kernels`: kernels of the codecs relative to a copy on the same device and to a transformer layer.
 
-Also measures the host time per layer: at very few tokens, all-to-alls take nothing but launches.
+Also measures the host time per layer: at very few tokens, all-to-alls take nothing but launches. On an accelerator,
+times of device and host are measured apart, and caches are flushed before each call.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,8 +26,10 @@ from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Base, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.bench.device_timer import DeviceTimer
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
 
@@ -77,7 +81,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
         copy = _copy(timed_kernels[-1].nbytes, device)
         layer = [_Timed("layer", _layer(workload, resolution, degree, device), 0)]
         layer += _by_modes(workload, _tokens(workload, resolution, degree), degree, device)
-        seconds = _interleaved([copy, *timed_kernels, *layer], repeats)
+        seconds = _interleaved([copy, *timed_kernels, *layer], repeats, device)
         for work in timed_kernels:
             speeds = [work.nbytes / taken for taken in seconds[work.name]]
             ratios = [speed * base / copy.nbytes for speed, base in zip(speeds, seconds["copy"], strict=True)]
@@ -89,7 +93,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             known = {"model": name, "resolution": resolution, "mode": mode}
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
     first = cases[0][0]
-    calls = _interleaved(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats)
+    calls = _interleaved(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats, device, on_host=True)
     record = {**host.header(), "device": _name(device), "kernels": kernels.backend_for(device), "degree": degree}
     on_host = [{"model": first, "mode": mode, "seconds": taken} for mode, taken in calls.items()]
     return {**record, "rows": rows, "layers": layers, "host_calls": on_host}
@@ -256,14 +260,31 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_gr
     return query
 
 
-def _interleaved(calls: Sequence[_Timed], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each call by `torch.utils.benchmark`, which synchronizes the device."""
-    timers = {work.name: benchmark.Timer("call()", globals={"call": work.call}) for work in calls}
+def _interleaved(
+    calls: Sequence[_Timed], repeats: int, device: torch.device, on_host: bool = False
+) -> dict[str, list[float]]:
+    """Return the seconds of each call: those of the device, or of the host, which are the same on a CPU."""
+    timers = {work.name: _timer(work.call, device, on_host) for work in calls}
     seconds: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(repeats):
-        for name, timer in timers.items():
-            seconds[name].append(timer.blocked_autorange(min_run_time=0.1).median)
+        for name, timed in timers.items():
+            seconds[name].append(timed())
     return seconds
+
+
+@functools.cache
+def _device_timer(device: torch.device) -> DeviceTimer:
+    """Return the timer of a device, whose buffer is large."""
+    return DeviceTimer(device)
+
+
+def _timer(call: Callable[[], object], device: torch.device, on_host: bool) -> Callable[[], float]:
+    """Return a function that times a call once more."""
+    if devices.capabilities(device.type).is_asynchronous:
+        timer = _device_timer(device)
+        return functools.partial(timer.host_seconds if on_host else timer.device_seconds, call)
+    on_cpu = benchmark.Timer("call()", globals={"call": call})
+    return lambda: on_cpu.blocked_autorange(min_run_time=0.1).median
 
 
 def _name(device: torch.device) -> str:
