@@ -41,6 +41,8 @@ def test_overrides_keep_the_rest_of_a_mode() -> None:
     changed = CodecSchedule.parse("refresh=7", modes.BALANCED)
     assert (changed.refresh, changed.bits) == (7, modes.BALANCED.bits)
     assert str(CodecSchedule()) == "exact"
+    lossless = CodecSchedule.parse("first=exact,bits=exact,bits_o=exact", modes.BALANCED)
+    assert all(codec.is_exact for step in (0, 5) for codec in lossless.codecs(step, 50).values())
     # `bits` sets Q, K and V, except for those that have bits of their own.
     same, other = (CodecSchedule.parse(text, modes.BALANCED).codecs(5, 50) for text in ("bits=4", "bits_k=8,bits=4"))
     assert [same[name].bits for name in "qkvo"] == [4, 4, 4, 2.7]
@@ -60,8 +62,11 @@ def test_runs_of_few_steps_have_more_bits(mode: str) -> None:
     [
         ("", "has the unknown key ''; valid are 'warmup=2,"),
         ("bits", "'' is not valid for bits; valid are "),
-        ("bits=4->3", "'4->3' is not valid for bits; valid are 1, 1.6, 2, 2.7, 4, 8, or two of them as 4->2"),
-        ("bits=4,bits_o=3", "'3' is not valid for bits_o; valid are 1, 1.6, 2, 2.7, 4, 8, or two of them as 4->2"),
+        ("bits=4->3", "'4->3' is not valid for bits; valid are 1, 1.6, 2, 2.7, 4, 8, two of them as 4->2, and exact"),
+        (
+            "bits=4,bits_o=3",
+            "'3' is not valid for bits_o; valid are 1, 1.6, 2, 2.7, 4, 8, two of them as 4->2, and exact",
+        ),
         ("cached=2", "'2' is not valid for cached; valid are fractions from 0 to 1, or two of them as 0->0.5"),
         ("warmup=-1", "'-1' is not valid for warmup; valid are numbers of steps from 0"),
         ("refresh=often", "'often' is not valid for refresh; valid are numbers of steps from 1, and 0 for never"),

@@ -248,6 +248,11 @@ def _ramp(reader: Any) -> Any:
     return read
 
 
+def _or_exact(reader: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader that also reads `exact`, as None."""
+    return lambda text: None if text == "exact" else reader(text)
+
+
 def _to_notation(value: Any) -> str:
     """Return a field's value in the notation."""
     if isinstance(value, tuple) and value and isinstance(value[0], str):
@@ -267,10 +272,10 @@ def _read_names(text: str) -> tuple[str, ...]:
 
 _read_bits = _one_of(GRIDS, float)
 _FRACTIONS, _BITS = "fractions from 0 to 1", ", ".join(map(str, GRIDS))
-_BITS_RAMP = _ramp(_read_bits), f"{_BITS}, or two of them as 4->2"
+_BITS_RAMP = _or_exact(_ramp(_read_bits)), f"{_BITS}, two of them as 4->2, and exact"
 _READERS = {
     "warmup": (_read_count, "numbers of steps from 0"),
-    "first": (lambda text: None if text == "exact" else _read_bits(text), f"{_BITS}, and exact"),
+    "first": (_or_exact(_read_bits), f"{_BITS}, and exact"),
     "refresh": (_read_count, "numbers of steps from 1, and 0 for never"),
     "cached": (_ramp(_read_fraction), f"{_FRACTIONS}, or two of them as 0->0.5"),
     **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _BITS_RAMP),
