@@ -15,7 +15,7 @@ from xfuser_cocodiff.lab.cluster_bench.measurement import MeasuredProgram, Measu
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import KEYFRAME, Recording
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
-from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant, parse, precision_variants
 from xfuser_cocodiff.lab.simulation.machines import DGX_H100
 
 RATE, MESSAGE = 1e9, 1_000_000
@@ -109,6 +109,42 @@ def test_a_mode_and_best_stock_are_the_fastest_measured_split() -> None:
     assert compared["best_stock"]["variant"] == "stock-combined 4x2"
     assert compared["best_exact"]["variant"] == "exact 4x2"
     assert compared["best_exact"]["speedup_over_best_stock"] == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((2.0, 2.04, 2.05, 2.06), 3),
+        ((2.0, 2.04, 2.07, 2.0), 1),  # the first one that takes too long ends the choice
+        ((2.0, 2.07, 2.0, 2.0), 0),
+        ((2.0, 2.0, 2.0, None), 2),  # not measured, since it is predicted to be slow
+    ],
+)
+def test_auto_is_the_highest_precision_that_adds_three_percent(seconds: tuple[float, ...], expected: int) -> None:
+    names = precision_variants("auto@slow_axes=node")
+    rows = [
+        {"mode": name, "variant": name, "step_seconds": each and [each] * 3, "predicted_seconds": 2.0}
+        for name, each in zip(names, seconds, strict=True)
+    ]
+    *_, row = cell_rows.compare(rows, {}, {"auto@slow_axes=node": names})
+    assert (row["mode"], row["variant"]) == ("auto@slow_axes=node", names[expected])
+
+
+def test_precisions_that_are_predicted_to_be_slow_are_not_measured() -> None:
+    lowest, *higher = parse(CELL, ["auto"])[1:]
+    assert [each.lowest_precision for each in higher] == ["balanced"] * 3
+    made = []
+    for variant, transfers in zip((lowest, *higher), (1, 1.05, 1.1, 2), strict=True):
+        recording = recorded(variant.name, int(transfers * MESSAGE)).recording
+        made.append(RecordedVariant(CELL, variant, recording, {"block": BLOCKS}))
+    assert [each.variant for each in cell_rows.worth_measuring(made)] == [lowest, *higher[:2]]
+    step = one_block(RANKS, MESSAGE, BEFORE, AFTER)
+    lossy = Recording({"step": step, KEYFRAME: step}, {"step": 0.9, KEYFRAME: 0.1})
+    rows = [
+        cell_rows.predicted_row(RecordedVariant(CELL, each, lossy, {"block": BLOCKS}), QualityRecord())
+        for each in higher
+    ]
+    assert [row["lossless"] for row in rows] == [False, False, True]
 
 
 def test_flat_stock_alone_is_not_best_stock() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from xfuser_cocodiff.engine.topology.plans import HEADS
 from xfuser_cocodiff.lab.cluster_bench import coded_exchange
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
-from xfuser_cocodiff.lab.comparison.quality import MODES_IN, CodecCase
+from xfuser_cocodiff.lab.comparison.quality import MODES_IN, UNIFORM
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,13 @@ class QualityRecord:
         main, *options = name.split("@")
         mode = main.partition("/")[0]
         changes = ([each.partition("=")[2] for each in options if each.startswith("schedule=")] or [""])[-1]
-        changed = CodecCase(mode, changes.replace(";", ","), sweep=True, series=f"{mode}, changed")
+        changed = changes.replace(";", ",")
         for row in self.rows:
             if row["mode"] != mode or tuple(row.get("exchanges", _BEFORE_GATHERS)) != exchanges:
                 continue
-            is_mode = not row["sweep"] or row.get("series") in MODES_IN
-            if _case_of(row) == (changed.mode, changed.series, changed.changes) if changes else is_mode:
+            series, codec = row.get("series"), row.get("codec")
+            is_mode = not row["sweep"] or series in MODES_IN
+            if codec == changed and series in (f"{mode}, changed", UNIFORM) if changes else is_mode:
                 psnr: float | None = row["psnr_db_mean"]
                 return psnr
         return None

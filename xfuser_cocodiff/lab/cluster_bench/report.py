@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import EXACT
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, STOCK
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.reporting.formatting import (
     NOT_MEASURED,
     format_db,
@@ -64,7 +64,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
         split, sent = row["split"], next(iter(row["bytes_per_link"].values()), 0.0)  # axes are ordered, slowest first
         is_measured = row["step_seconds"] is not None
         table.add_row(
-            f"{row['mode']} = {row['variant']}" if row["mode"] in (BEST_STOCK, *BEST_MODES) else row["mode"],
+            row["mode"] if row["mode"] == row["variant"] else f"{row['mode']} = {row['variant']}",
             f"{split['ulysses']} x {split['ring']}",
             format_median_range(row["step_seconds"] or [row["predicted_seconds"]]),
             NOT_MEASURED if STOCK in invalid_baselines else _times(row["speedup"]),

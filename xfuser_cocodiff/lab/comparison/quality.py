@@ -50,7 +50,7 @@ BASELINES = {
 UNIFORM = "uniform bits"
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     MODES_BY_HEADS: [("balanced", None), ("fast", None)],
-    MODES_IN_RING: [(mode, None) for mode in MODES[1:]],
+    MODES_IN_RING: [(mode, None) for mode in MODES if mode not in (EXACT, AUTO)],
     UNIFORM: [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
     HEADS: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
     COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
