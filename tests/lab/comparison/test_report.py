@@ -45,7 +45,7 @@ def write_records(
     folder.mkdir(parents=True)
     for rank, runs in enumerate(ranks):
         engine = {"rank": rank, "degree": len(ranks), "topology": "gpu=2", "device": "CPU, threads per rank: 1"}
-        engine |= {"slow_axes": ["gpu"], "exchange": {"gpu": "kv"}}
+        engine |= {"slow_axes": ["gpu"], "exchange": {"gpu": "kv"}, "precisions": {"blocks.*": "4 bits"}}
         (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": runs}))
     if latents is not None:
         save_file({"latents": latents}, folder / "latents.safetensors")
@@ -113,6 +113,7 @@ def test_record_has_the_documented_keys(tmp_path: Path) -> None:
     assert exact["step_seconds"] == [0.1, 0.1]
     assert exact["ratio_to_stock"] == 1
     assert (exact["slow_axes"], exact["exchange"]) == (["gpu"], {"gpu": "kv"})
+    assert exact["precisions"] == {"blocks.*": "4 bits"}
     assert exact["a2a_seconds"] == pytest.approx(0.06)
     assert exact["hidden_seconds"] == pytest.approx(0.02)
     assert exact["bytes"] == {"flat": 46667}

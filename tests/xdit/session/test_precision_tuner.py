@@ -227,6 +227,7 @@ def test_a_final_choice_of_the_cache_is_used_at_once_and_others_continue(clock: 
     assert {*ran} <= {(SCHEDULED,) * 2, (LOSSLESS,) * 2}  # 4 and 8 bits are not tried again
     assert steps.precisions == (LOSSLESS, LOSSLESS)
     assert steps.tuner.choices == dict.fromkeys((DOUBLE, SINGLE), PrecisionChoice(LOSSLESS, True))
+    assert steps.tuner.described == dict.fromkeys((DOUBLE.name, SINGLE.name), "lossless") and steps.tuner.settled
     unknown = Steps(clock, 1.0, cached=PrecisionChoice(2.7, True))
     assert unknown.run() == (SCHEDULED, SCHEDULED)
 

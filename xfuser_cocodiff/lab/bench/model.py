@@ -105,11 +105,11 @@ def measure(
 
 
 def _warm_up(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
-    """Run steps until all schedules are tuned; return whether all outputs were bit-identical to `expected`."""
+    """Run steps until everything is tuned; return whether all outputs were bit-identical to `expected`."""
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(tried.run(step), expected)
-        if tried.session.schedule_tuner is None or tried.session.schedule_tuner.settled:
+        if tried.session.is_tuned:
             break
     return equal
 

@@ -66,6 +66,7 @@ def compute_metrics(variant: VariantResult, stock: VariantResult, out: Path) -> 
     return {
         "topology": variant.settings["topology"],
         "slow_axes": variant.settings.get("slow_axes", []),
+        "precisions": variant.settings.get("precisions", {}),
         "exchange": variant.settings.get("exchange", {}),
         "device": variant.settings["device"],
         "step_seconds": seconds,

@@ -3,7 +3,8 @@
 Each rank writes rank{r}.json after every run:
 
     {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
-     "slow_axes": [axis, ...], "exchange": {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
+     "slow_axes": [axis, ...], "precisions": {kind of layer: bits that mode auto has accepted so far}, "exchange":
+     {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
      "layers": {class of attention modules: [whether its V can be sent first, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
@@ -195,6 +196,7 @@ def _session_settings() -> dict[str, Any]:
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
         "slow_axes": exchanges.slow_axes_of_run(active()),
+        "precisions": active().precision_tuner.described if active().precision_tuner else {},
         "exchange": exchanges.of_run(active()),
         "layers": active().layers.signatures.report(),
     }

@@ -113,6 +113,11 @@ class PrecisionTuner(StepTuner):
         choices = {kind: PrecisionChoice(each.accepted, each.chosen is not None) for kind, each in self._kinds.items()}
         return {kind: each for kind, each in choices.items() if each != (SCHEDULED, False)}
 
+    @property
+    def described(self) -> dict[str, str]:
+        """Accepted precisions so far in words, by name of the kind of layers."""
+        return {kind.name: describe(each.accepted) for kind, each in self._kinds.items()}
+
     def end_tuned_step(self, load: StepLoad | None, is_usual: bool) -> None:
         """End a step.
 

@@ -37,11 +37,6 @@ class ScheduleTuner(StepTuner):
         super().__init__(candidates, mean, all_agree, device)
         self._on_choice = on_choice
 
-    @property
-    def settled(self) -> bool:
-        """Whether there are schedules, and all of them are chosen."""
-        return bool(self._candidates()) and not self.is_undecided
-
     def _choose(self, layers: Sequence[ScheduleCandidates], passes: Sequence[Mapping[int, float]]) -> None:
         savings = {index: median(1 - each[index] / each[PLUGIN] for each in passes) for index in passes[0]}
         index = choose_by_saving(savings, PLUGIN)

@@ -213,6 +213,12 @@ class Session:
         is_gather = kind.gathers_kv or setup is self.ring_setup
         return planner.slow_axes_seconds(setup.profile, sent_bytes, setup.partition.slow_axis_names, is_gather)
 
+    @property
+    def is_tuned(self) -> bool:
+        """Whether overlap schedules and precisions are chosen, so that later steps run as this one."""
+        tuners = self.schedule_tuner, self.precision_tuner
+        return all(tuner is None or tuner.settled for tuner in tuners)
+
     def save_tuning(self) -> None:
         """Save all tuning results for the next process; one rank of each group does."""
         if self.comm_setup.cache is None:

@@ -55,6 +55,11 @@ class StepTuner:
         """Whether a choice among known candidates is still to be made."""
         return any(each.chosen is None for each in self._candidates())
 
+    @property
+    def settled(self) -> bool:
+        """Whether there are candidates, and all choices are made."""
+        return bool(self._candidates()) and not self.is_undecided
+
     def begin_run(self) -> None:
         """Begin a run. All ranks use PLUGIN in its first step, which is not timed.
 
