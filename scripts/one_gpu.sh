@@ -2,9 +2,18 @@
 # Runs all tests and measurements that need one GPU, and writes their output to a folder (argument; default: one-gpu): the
 # tests of kernels and attention, the speed of the kernels relative to a copy, and comparisons with stock of ranks that
 # share the GPU, with traces of the overlap. A part that fails does not stop the others; the exit status is then 1.
+#   scripts/one_gpu.sh FOLDER [PART...]    all parts, or those named; parts that have succeeded before are left out
+# Each part ends within nine minutes, and adds a line of JSON to parts.jsonl. What is installed is used; if something is
+# missing, a virtual environment is made as for the other scripts, which needs a package index.
 set -uo pipefail
 out=$(realpath -m "${1:-one-gpu}")
-. "$(dirname "$0")/environment.sh"
+only=("${@:2}")
+PATH="${VIRTUAL_ENV:+$VIRTUAL_ENV/bin:}$PATH"
+if command -v cocodiff > /dev/null && python -c 'import torch, xfuser, pytest' 2> /dev/null; then
+    cd "$(dirname "$0")/.." || exit
+else
+    . "$(dirname "$0")/environment.sh"
+fi
 
 # Only the first GPU is visible, so that all ranks share it.
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" ZE_AFFINITY_MASK="${ZE_AFFINITY_MASK:-0}"
@@ -18,10 +27,17 @@ failed=()
 
 # Runs a part and writes its output to a file.
 part() {
-    local name="$1"
+    local name="$1" status=0 started=$SECONDS
     shift
+    [ "${#only[@]}" = 0 ] || [[ " ${only[*]} " == *" $name "* ]] || return 0
+    if grep -qs "\"part\": \"$name\", \"status\": 0," "$out/parts.jsonl"; then
+        echo "== $name: succeeded before"
+        return
+    fi
     echo "== $name"
-    "$@" 2>&1 | tee "$out/$name.txt" || failed+=("$name")
+    timeout 540 bash -c '"$@"' part "$@" 2>&1 | tee "$out/$name.txt" || status=${PIPESTATUS[0]}
+    printf '{"part": "%s", "status": %d, "seconds": %d}\n' "$name" "$status" $((SECONDS - started)) >> "$out/parts.jsonl"
+    [ "$status" = 0 ] || failed+=("$name")
 }
 
 describe() {
@@ -36,6 +52,8 @@ shared() {
         --height 512 --width 512 --num_inference_steps 12 --max_sequence_length 32
 }
 
+export out
+export -f describe shared
 unset HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
 # With one visible device, ranks cannot detect that they share it.
 export COCODIFF_SHARE_DEVICE=1 HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1

@@ -1,6 +1,7 @@
 """scripts/one_gpu.sh with stand-ins for its commands, and without a GPU."""
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -28,17 +29,17 @@ env > "$LOG.$1"
 """
 
 
-def launch(folder: Path, **environment: str) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+def launch(folder: Path, *parts: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
     """Run the script with stand-ins for Python and cocodiff, and return its outcome and their calls."""
     bin, log = folder / "venv/bin", folder / "log"
-    bin.mkdir(parents=True)
-    log.touch()
+    bin.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
     for name in ("python", "cocodiff"):
         (bin / name).write_text(STAND_IN)
         (bin / name).chmod(0o755)
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     variables = {**inherited, "VIRTUAL_ENV": str(bin.parent), "LOG": str(log), "FAILS": "", **environment}
-    done = subprocess.run([SCRIPT, folder / "out"], env=variables, capture_output=True, text=True)
+    done = subprocess.run([SCRIPT, folder / "out", *parts], env=variables, capture_output=True, text=True)
     return done, [shlex.split(line) for line in log.read_text().splitlines()]
 
 
@@ -76,6 +77,16 @@ def test_failed_part_does_not_stop_the_others(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "Failed: kernels"
     assert len(commands) == len(PARTS)
+
+
+def test_parts_are_selected_and_resumed(tmp_path: Path) -> None:
+    """A machine may be lent for minutes: what has succeeded is not run again."""
+    done, commands = launch(tmp_path, "models", "kernels", FAILS="bench kernels")
+    assert (done.returncode, [command[1] for command in commands]) == (1, ["bench", "models"])
+    done, commands = launch(tmp_path, "models", "kernels")
+    assert (done.returncode, [command[1] for command in commands]) == (0, ["bench"])
+    lines = [json.loads(line) for line in (tmp_path / "out/parts.jsonl").read_text().splitlines()]
+    assert [(line["part"], line["status"]) for line in lines] == [("kernels", 1), ("models", 0), ("kernels", 0)]
 
 
 def test_missing_gpu_is_an_error(tmp_path: Path) -> None:
