@@ -277,3 +277,14 @@ def test_lossless_layers_try_to_gather_where_the_bytes_or_padded_heads_are_fewer
     assert planner.gather_pays(machine, ["node"], [size * 4 / 3] * 3, [size] * 3)  # 24 heads, padded to 32
     eight = profile_of([8, 4], [1e9, 1e11], 0, 0)
     assert not planner.gather_pays(eight, ["node"], [size, size / 4, size / 4], [size, size / 4, size / 4])
+
+
+def test_time_of_encoded_values_is_that_of_their_bytes_on_the_slow_axis() -> None:
+    """Each of two ranks of a node sends as much as others receive; of a gather all coordinates get the same bytes."""
+    profile = profile_of([4, 2], [1e6, 1e12], latency=0.0, launch=0.0)
+    slow_axes = (profile.topology.axes[0].name,)
+    sent_bytes = 3 * 2e6
+    for is_gather in (False, True):
+        assert planner.slow_axes_seconds(profile, sent_bytes, slow_axes, is_gather) == pytest.approx(6.0, rel=1e-6)
+    slow = profile_of([4, 2], [1e6, 1e12], latency=0.5, launch=0.0)
+    assert planner.slow_axes_seconds(slow, sent_bytes, slow_axes, False) == pytest.approx(6.0 + 3 * 0.5, rel=1e-6)

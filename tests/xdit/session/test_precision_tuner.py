@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_schedule_tuner import CPU, FakeClock
 from xfuser_cocodiff.engine.autotune import tuning_cache
@@ -328,3 +329,32 @@ def test_ranks_have_the_same_precisions_after_a_run_of_unequal_steps(tmp_path: P
     first, second = ranks.run(run_auto, 2, [FLAT_TIMES] * 2, [40, 30], str(tmp_path), fails_at)
     assert [precisions for precisions, _, _ in first] == [precisions for precisions, _, _ in second]
     assert first[-1][0][-1] == LOSSLESS
+
+
+def run_with_links(rank: int, rate: float) -> tuple[list[float], list[bool]]:
+    """Return the precision of each step, and whether it is equal to stock's, where two nodes gather K and V."""
+    group, _, step = start(rank, depth=3)
+    expected, clock = step(), FakeClock()
+    links = profile_of([2], [rate], latency=0.0, launch=0.0)
+    config = CocoDiffConfig(topology=links.topology, mode="auto", slow_axes=(links.topology.axes[0].name,))
+    session = use_config(group, config, tuning_cache.TuningCache({}, links))
+    session.runs.begin(14)
+    precisions, equal = [], []
+    with mock.patch.object(step_tuner, "time", clock):
+        for _ in range(14):
+            equal.append(torch.equal(step(), expected))
+            assert {each.schedule for each in session.precision_tuner._kinds.values()} == {
+                *map(session.runtime.precision_of, session.precision_tuner._kinds)
+            }
+            precisions.append(session.runtime.precision_of(next(iter(session.precision_tuner._kinds))))
+            clock.now += 1.0
+            session.runs.end_step()
+        assert {kind.gathers_kv for kind in session.precision_tuner._kinds} == {True}
+    return precisions, equal
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e12, LOSSLESS), (1.0, SCHEDULED)])
+def test_links_that_are_known_to_be_fast_or_slow_enough_need_no_trial(rate: float, expected: float) -> None:
+    for precisions, equal in ranks.run(run_with_links, 2, rate):
+        assert {*precisions} == {SCHEDULED, expected} and precisions[-3:] == [expected] * 3
+        assert all(equal[-3:]) == (expected == LOSSLESS)

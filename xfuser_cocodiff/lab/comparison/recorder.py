@@ -196,7 +196,7 @@ def _session_settings() -> dict[str, Any]:
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
         "slow_axes": exchanges.slow_axes_of_run(active()),
-        "precisions": active().precision_tuner.described if active().precision_tuner else {},
+        "precisions": tuner.described if (tuner := active().precision_tuner) else {},
         "exchange": exchanges.of_run(active()),
         "layers": active().layers.signatures.report(),
     }
