@@ -62,6 +62,7 @@ class Run:
         slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device("cpu")))
         partition = SimpleNamespace(
             num_slow=NUM_SLOW,
+            num_fast=1,
             slow=slow,
             fast=None,
             is_single_stage=lambda message_bytes: False,

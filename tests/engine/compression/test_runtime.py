@@ -25,6 +25,7 @@ def partition_on(device: str) -> SimpleNamespace:
     slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device(device)))
     return SimpleNamespace(
         num_slow=2,
+        num_fast=1,
         slow=slow,
         is_single_stage=lambda message_bytes: message_bytes > 128,
         coding_cost=None,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference, SentValues
@@ -135,13 +136,32 @@ class Lead(NamedTuple):
     """Weight of the leading branch in the reference that is left for the next step."""
     sent: SentValues | None = None
     """At the sender, the values that the leading branch has sent in this step, if they are subtracted."""
+    tokens: int | None = None
+    """Number of tokens of the following branch; None if it is the leading one's."""
+    blocks: int = 1
+    """Number of blocks of adjacent tokens, of different ranks."""
 
     @property
     def base(self) -> Base | None:
         """What is subtracted before encoding and added after decoding; None if nothing is."""
         if not self.weight:
             return None
-        return Base(self.sent.read() if self.sent else self.reference.predict(), self.weight)
+        return Base(self._aligned(self.sent.read()) if self.sent else self.decoded(), self.weight)
+
+    def decoded(self) -> torch.Tensor:
+        """Return what both ends hold of the leading branch, by the tokens of the following one, (L, G, H, T, D)."""
+        return self._aligned(self.reference.predict())
+
+    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values by the tokens of the following branch, zeros for those that only that branch has.
+
+        Branches differ in the length of their text, which is before the image in models with two calls.
+        """
+        if self.tokens is None:
+            return values
+        by_block = values.unflatten(TOKEN_DIM, (self.blocks, -1))
+        missing = self.tokens // self.blocks - by_block.shape[TOKEN_DIM + 1]
+        return functional.pad(by_block, (0, 0, missing, 0)).flatten(TOKEN_DIM, TOKEN_DIM + 1)
 
     def alone(self) -> "Lead":
         """Return the lead of a tensor whose values are coded by themselves after all."""
@@ -150,7 +170,13 @@ class Lead(NamedTuple):
     def prepare(self, reference: LinkReference, codec: Codec) -> None:
         """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
         if not codec.is_stateless:
-            reference.rebase(self.weight, self.reference)
+            self.rebase(reference, self.weight)
+
+    def rebase(self, reference: LinkReference, weight: float) -> None:
+        """Convert the following branch's reference to one with another weight of the leading branch."""
+        if weight != reference.weight:
+            values = reference.predict() + self.decoded() * (reference.weight - weight)
+            reference.advance(values, keeps_previous=False, weight=weight)
 
 
 def select_tokens(
@@ -237,7 +263,7 @@ def encode(
     if error_energy is not None:
         error_energy = _error_energy(error_energy, values, reference, local_slots, lead)
     if lead:
-        reference.rebase(lead.next_weight, lead.reference)
+        lead.rebase(reference, lead.next_weight)
     return None if error_energy is None else QuantError(error_energy, result.value_energy)
 
 
@@ -292,7 +318,7 @@ def decode(
     decoded = kernels.decode(payload, prediction, codec.bits, active, target, local_slots, codec.sends_gain, base)
     reference.advance(decoded, bool(codec.predictor), base.weight if base else 0.0)
     if lead:
-        reference.rebase(lead.next_weight, lead.reference)
+        lead.rebase(reference, lead.next_weight)
 
 
 def _base(lead: Lead | None) -> Base | None:
@@ -304,7 +330,7 @@ def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
     decoded = reference.predict()
     if lead is None or not reference.weight:
         return decoded
-    return (decoded.float() + reference.weight * lead.reference.predict().float()).to(decoded.dtype)
+    return (decoded.float() + reference.weight * lead.decoded().float()).to(decoded.dtype)
 
 
 def _prediction(

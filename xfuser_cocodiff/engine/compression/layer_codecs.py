@@ -119,6 +119,9 @@ class LayerCodecs:
     """Link states of this layer in the leading branch; None in that branch, and where there is none."""
     keeps_values: bool = False
     """Whether other branches of this layer follow in this step, for which sent values are kept."""
+    token_blocks: int | None = 1
+    """Number of blocks of adjacent tokens, of different ranks, in the order in which tensors are sent; None if that is
+    not known: branches of different lengths are not coded together then."""
     batched_branches: int = 1
     """Number of branches that each call has in its batch, one after the other; the first leads the others."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
@@ -190,15 +193,19 @@ class Joint(NamedTuple):
     """See :attr:`Lead.weight`."""
     next_weight: float
     """See :attr:`Lead.next_weight`."""
+    tokens: int | None = None
+    """See :attr:`Lead.tokens`."""
+    blocks: int = 1
+    """See :attr:`Lead.blocks`."""
 
     def at_sender(self) -> Lead:
         """Return the leading branch at the sender's end."""
         sent = self.leader.sent_values if self.weight else None
-        return Lead(self.leader.sent, self.weight, self.next_weight, sent)
+        return Lead(self.leader.sent, self.weight, self.next_weight, sent, self.tokens, self.blocks)
 
     def at_receiver(self) -> Lead:
         """Return the leading branch at the receiver's end."""
-        return Lead(self.leader.received, self.weight, self.next_weight)
+        return Lead(self.leader.received, self.weight, self.next_weight, None, self.tokens, self.blocks)
 
 
 def joint_for(
@@ -226,10 +233,23 @@ def joint_for(
     if leader is None:
         return None
     sent, weight = leader.sent_values, layer_codecs.joint
-    is_current = sent is not None and sent.step == layer_codecs.step and (sent.shape, sent.dtype) == (shape, dtype)
+    is_current = sent is not None and (sent.step, sent.dtype) == (layer_codecs.step, dtype)
+    is_current = is_current and _can_align(sent.shape, shape, layer_codecs.token_blocks)
+    known = sent.shape if is_current else leader.sent.shape if leader.sent.has_values else shape
+    tokens = None if tuple(known) == tuple(shape) else shape[codecs.TOKEN_DIM]
+    aligned = tokens, layer_codecs.token_blocks or 1
     if leader.in_flight or not is_current or (codec.sends_values and not codec.is_stateless):
-        return Joint(leader, 0.0, 0.0)
-    return Joint(leader, weight if sent.kept and not codec.sends_values else 0.0, weight)
+        return Joint(leader, 0.0, 0.0, *aligned)
+    return Joint(leader, weight if sent.kept and not codec.sends_values else 0.0, weight, *aligned)
+
+
+def _can_align(leading: Sequence[int], shape: Sequence[int], blocks: int | None) -> bool:
+    """Return whether values of two branches have the same shape, but for the number of tokens in each block."""
+    tokens = leading[codecs.TOKEN_DIM], shape[codecs.TOKEN_DIM]
+    if tokens[0] == tokens[1] or blocks is None:
+        return tuple(leading) == tuple(shape)
+    others = ([*each[: codecs.TOKEN_DIM], *each[codecs.TOKEN_DIM + 1 :]] for each in (leading, shape))
+    return next(others) == next(others) and all(count % blocks == 0 for count in tokens)
 
 
 def codec_for(
@@ -244,14 +264,22 @@ def codec_for(
     codec, link_state = layer_codecs.codecs[name[0]], layer_codecs.link_state(name, head_group)
     if codec.is_keyframe:
         return codec
-    needed = [link_state, layer_codecs.leader_of(name, head_group)] if link_state.sent.weight else [link_state]
-    if any(each is None or each.in_flight or not each.sent.fits(shape, dtype) for each in needed):
+    if link_state.in_flight or not link_state.sent.fits(shape, dtype):
+        return layer_codecs.keyframe_codec
+    if link_state.sent.weight and not _has_leader(layer_codecs, name, head_group, shape):
         return layer_codecs.keyframe_codec
     if codec.selects_tokens and name[0] not in codecs.SELECTING:
         selection = layer_codecs.selections.get((selecting_name(name), head_group))
         if selection is None or selection.sent.tokens != shape[codecs.TOKEN_DIM]:
             return replace(codec, token_fraction=1.0)
     return codec
+
+
+def _has_leader(layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: Sequence[int]) -> bool:
+    """Return whether both ends of a tensor's links hold a reference of the leading branch."""
+    leader = layer_codecs.leader_of(name, head_group)
+    is_there = leader is not None and not leader.in_flight and leader.sent.has_values
+    return is_there and _can_align(leader.sent.shape, shape, layer_codecs.token_blocks)
 
 
 def active_tokens_for(

@@ -75,16 +75,15 @@ class LinkReference:
         self._dtype = values.dtype
         self._current = to_int8(values) if self.is_int8 else (values,)
 
-    def rebase(self, weight: float, leader: "LinkReference") -> None:
-        """Convert to a reference with another :attr:`weight`, the same at both ends.
+    @property
+    def has_values(self) -> bool:
+        """Whether there is a reference."""
+        return bool(self._current)
 
-        Args:
-            weight: the new weight.
-            leader: reference of the leading branch, of the same shape.
-        """
-        if weight != self.weight:
-            values = self.predict() + leader.predict() * (self.weight - weight)
-            self.advance(values, keeps_previous=False, weight=weight)
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the reference, which must be there."""
+        return self._current[0].shape
 
     def advance_unsent(self, predictor: float | str) -> None:
         """Advance to the prediction, for a codec that sends nothing."""

@@ -82,7 +82,7 @@ class ReferenceBytes(NamedTuple):
         schedule: CodecSchedule,
         num_slow: int,
         num_gathered: int = 1,
-        keeps_leader: bool = False,
+        leader: LayerSizes | None = None,
     ) -> "ReferenceBytes":
         """Return the memory for a layer.
 
@@ -94,12 +94,13 @@ class ReferenceBytes(NamedTuple):
             schedule: codec schedule of the run.
             num_slow: coordinates on the slow axes of all-to-alls.
             num_gathered: coordinates on the slow axes along which K and V are gathered, as in a ring.
-            keeps_leader: whether values of the leading branch are kept for this one.
+            leader: sizes of the layer's tensors in the leading branch, if its values are kept for this one.
         """
         crossing, is_gathered = sizes.crossing(num_slow), num_gathered > 1
         gathered = 2 * sizes.num_v_values * num_gathered if is_gathered else 0
         num_values = (2 if schedule.predictor else 1) * (2 * crossing.num_values + gathered)
-        num_values += keeps_leader * (crossing.num_values + 2 * is_gathered * sizes.num_v_values)
+        if leader:
+            num_values += leader.crossing(num_slow).num_values + 2 * is_gathered * leader.num_v_values
         needs_last_values = schedule.score == CHANGE and any(schedule.cached)
         num_scored = crossing.num_v_values + (sizes.num_v_values if is_gathered else 0)
         last_values = num_scored * sizes.value_bytes if needs_last_values else 0

@@ -348,6 +348,7 @@ class CodecRuntime:
         return replace(
             self._codecs_of(state, self._partition, state.link_states),
             leader=leader.link_states if leader else None,
+            token_blocks=self._partition.num_fast if self._partition and state.gathers_kv else 1,
             keeps_values=keeps_values,
             batched_branches=batched_branches,
         )
@@ -369,6 +370,7 @@ class CodecRuntime:
         return replace(
             self._codecs_of(state, self._ring_partition, state.ring_link_states),
             leader=leader.ring_link_states if leader else None,
+            token_blocks=None,
             keeps_values=keeps_values,
             batched_branches=batched_branches,
         )
@@ -399,8 +401,8 @@ class CodecRuntime:
         if (key, branch) not in self._states:
             # The first branch that follows another counts the values that are kept for all.
             leader = self._states.get((key, 0)) if branch == 1 and self.schedule.joint else None
-            keeps_leader = leader is not None and not leader.is_exact
-            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, keeps_leader)
+            kept = leader.kind.sizes if leader and not leader.is_exact else None
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, kept)
         state = self._states[key, branch]
         state.last_step = self.step
         if not state.is_exact:
@@ -462,7 +464,7 @@ class CodecRuntime:
         return (1, self._num_slow) if gathers_kv else (self._num_slow, self._ring_num_slow)
 
     def _new_state(
-        self, layer: str, transformer: Hashable, sizes: LayerSizes, gathers_kv: bool, keeps_leader: bool
+        self, layer: str, transformer: Hashable, sizes: LayerSizes, gathers_kv: bool, kept: LayerSizes | None
     ) -> _LayerState:
         """Return the state of a layer that a branch calls for the first time in this run."""
         self.has_coded_layers = True
@@ -471,7 +473,7 @@ class CodecRuntime:
         if transformer not in self._transformers:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
-        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), keeps_leader)
+        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), kept)
         saved, added = coding_seconds = self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
         if not is_exact and not self._fits_budget(planned_bytes):
