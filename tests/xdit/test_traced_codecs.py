@@ -59,6 +59,35 @@ def run_eager_and_compiled(rank: int, world_size: int, model: str, how: str) -> 
     }
 
 
+def change_precisions(rank: int) -> tuple[list[tuple], list[tuple], tuple[int, int]]:
+    """Return figures of eager and compiled runs whose precision changes in each step, and graphs before and after."""
+    from torch._dynamo.utils import counters
+
+    run = LossyRun(rank, 2, "FLUX.1-dev")
+    run.use_mode("auto", TOPOLOGIES[2])
+
+    def change() -> list[tuple]:
+        runtime = run.runtime
+        runtime.precision_of = lambda kind: kind.precisions[runtime.step % len(kind.precisions)]
+        run()
+        return figures(run)
+
+    eager = change()
+    compile_transformer(run, "in place")
+    run()
+    graphs = counters["stats"]["unique_graphs"]
+    return eager, change(), (graphs, counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow  # the runtime looks up codecs in each call, in graphs too
+def test_precisions_change_without_new_graphs() -> None:
+    for eager, compiled, graphs in ranks.run(change_precisions, 2):
+        for expected, step in zip(eager, compiled, strict=True):
+            assert step[:2] == pytest.approx(expected[:2], rel=1e-2)
+            assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
+        assert len({step[0] for step in compiled}) > 2 and graphs[0] == graphs[1]
+
+
 class TwoLayers:
     """Runs of a double and a single block on one rank, which record the messages of gathered K and V.
 
