@@ -5,6 +5,7 @@ import pytest
 from tests import ranks
 from tests.engine.compression.test_joint_branches import assert_equal_ends, ends
 from tests.xdit.test_approximation import LossyRun, decibels
+from tests.xdit.test_traced_codecs import compile_transformer, figures
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -41,3 +42,26 @@ def test_both_ends_of_a_link_agree_and_as_many_bytes_are_sent(model: str, weight
         assert weights.count(0) == weights.count(weight) == len(weights) / 2
         assert sent == pytest.approx(own_sent, rel=0.05)
         assert psnr > own_psnr - 6 > 40  # branches of random weights have little in common
+
+
+def run_compiled(rank: int, model: str, how: str) -> tuple[list[tuple], list[tuple], float]:
+    """Return bytes and errors by step in eager mode and in graphs, and the PSNR of one to the other."""
+    run = LossyRun(rank, 2, model)
+    run.use_mode("balanced", "node=2", schedule=f"{BITS},joint=1")
+    eager, expected = run(), figures(run)
+    compile_transformer(run, how)
+    latents, found = run(), figures(run)
+    return expected, found, decibels(latents, eager)
+
+
+@pytest.mark.slow  # test_traced_codecs is the quick one
+@pytest.mark.parametrize(("model", "how"), [("SD3.5", "whole"), ("Qwen-Image", "blocks")])
+def test_graphs_code_the_same_branches_together(model: str, how: str) -> None:
+    for expected, found, psnr in ranks.run(run_compiled, 2, model, how):
+        assert psnr > 40
+        for (sent, exact, errors), (sent_in_graphs, exact_in_graphs, errors_in_graphs) in zip(
+            expected, found, strict=True
+        ):
+            assert exact == exact_in_graphs
+            assert sent == pytest.approx(sent_in_graphs, rel=0.001)  # V is in a message of its own, or not
+            assert sorted(errors_in_graphs.values()) == pytest.approx(sorted(errors.values()), rel=0.1)

@@ -63,7 +63,7 @@ class Definition:
         """Whether the sender has the values of branch 0 of this step."""
 
     def decode(
-        self, branch: int, values: torch.Tensor, leading: torch.Tensor, is_repeated: bool = False
+        self, branch: int, values: torch.Tensor, leading: torch.Tensor, is_repeated: bool = False, lost: str = ""
     ) -> torch.Tensor:
         """Return the decoded values.
 
@@ -72,6 +72,7 @@ class Definition:
             values: its values (B, n, s, D).
             leading: the values of branch 0.
             is_repeated: whether the values are not finite and sent losslessly.
+            lost: "leader" if the collective of branch 0 has not ended in this step, "last" if it did not in the last.
         """
         base = expected = torch.zeros_like(values)
         if branch:
@@ -80,9 +81,18 @@ class Definition:
         if is_repeated:
             decoded = values.nan_to_num(0.0)
             self.references[branch] = [decoded - expected]
-        elif not known:
+        elif lost == "leader" or (lost == "last" and branch == 0):
             decoded = coded(values, 8)
-            self.references[branch] = [decoded - expected]
+            self.references[branch] = [decoded]
+        elif lost == "last":  # the reference is one of the values themselves
+            converted = known[0] - expected
+            difference = self._sent(converted, values - base)
+            decoded = expected + difference
+            self.references[branch] = [difference, converted]
+        elif not known:
+            difference = coded(values - base, 8)
+            decoded = expected + difference
+            self.references[branch] = [difference]
         elif branch and not self.is_kept:
             predicted = known[0] + expected
             decoded = predicted + coded(values - predicted, 2)
@@ -113,13 +123,21 @@ class Expected:
         self.arguments = weight, fraction
 
     def received(
-        self, name: str, source: int, target: int, branch: int, values: torch.Tensor, leading: torch.Tensor, bad: bool
+        self,
+        name: str,
+        source: int,
+        target: int,
+        branch: int,
+        values: torch.Tensor,
+        leading: torch.Tensor,
+        bad: bool,
+        lost: str = "",
     ) -> torch.Tensor:
         """Return values as the target decodes them, or as they are on one rank."""
         if source == target:
             return values
         definition = self.definitions.setdefault((name, source, target), Definition(*self.arguments))
-        return definition.decode(branch, values, leading, bad)
+        return definition.decode(branch, values, leading, bad, lost)
 
 
 def piece(tensor: torch.Tensor, name: str, source: int, target: int, size: int) -> torch.Tensor:
@@ -174,12 +192,15 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
             found["o"] = torch.empty_like(mine[0])
             attended = wholes["o"].chunk(size, 1)[rank].contiguous()
             start_heads_to_seq(attended, found["o"], mesh, Label("o"), ALL_HEADS, layer_codecs).wait()
+            if how == "interrupted" and (step, branch) == (3, 0):
+                lose(runtime, rank)
             for name, source in itertools.product("qkvo" if settings.cached == (0, 0) else "v", range(size)):
                 values, of_leader = (piece(each[name], name, source, rank, size) for each in (wholes, leading))
                 if source // (size // 2) == rank // (size // 2):
                     wanted = values
                 else:
-                    wanted = expected.received(name, source, rank, branch, values, of_leader, bad)
+                    lost = {3: "leader" * branch, 4: "last"}.get(step, "") if how == "interrupted" else ""
+                    wanted = expected.received(name, source, rank, branch, values, of_leader, bad, lost)
                 arrived = found[name].chunk(size, 2 if name != "o" else 1)[source]
                 what = f"{name} of branch {branch} in step {step}: "
                 torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, equal_nan=True, msg=what.__add__)
@@ -188,6 +209,13 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
         if step < STEPS - 1:
             runtime.end_step()
     return ends(runtime)
+
+
+def lose(runtime: CodecRuntime, rank: int) -> None:
+    """Leave the links of branch 0 as if their collective had never ended, with different references at both ends."""
+    for state in runtime._link_states[:4]:
+        state.in_flight = True
+        state.received.advance(torch.full_like(state.received.predict(), rank), keeps_previous=False)
 
 
 def ends(runtime: CodecRuntime) -> list[tuple]:
@@ -313,7 +341,17 @@ def test_gathered_k_and_v_are_what_the_definition_says(sizes: str, how: str, bud
     assert_equal_ends(found)
 
 
-HOW = ["plain", "skipped", "swapped", "not finite in 0", "not finite in 1", "three branches", "shorter 0", "shorter 1"]
+HOW = [
+    "plain",
+    "skipped",
+    "swapped",
+    "interrupted",
+    "not finite in 0",
+    "not finite in 1",
+    "three branches",
+    "shorter 0",
+    "shorter 1",
+]
 CASES = [
     *(("node=2", False, how, f"{SCHEDULE},joint=1") for how in HOW),
     ("2x2", False, "plain", f"{SCHEDULE},joint=1.25"),

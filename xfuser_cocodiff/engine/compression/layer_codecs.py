@@ -264,7 +264,9 @@ def codec_for(
     codec, link_state = layer_codecs.codecs[name[0]], layer_codecs.link_state(name, head_group)
     if codec.is_keyframe:
         return codec
-    if link_state.in_flight or not link_state.sent.fits(shape, dtype):
+    if link_state.in_flight:  # the references of both ends may differ, so that none is kept
+        return replace(layer_codecs.keyframe_codec, predictor=0.0)
+    if not link_state.sent.fits(shape, dtype):
         return layer_codecs.keyframe_codec
     if link_state.sent.weight and not _has_leader(layer_codecs, name, head_group, shape):
         return layer_codecs.keyframe_codec

@@ -189,8 +189,8 @@ class CodecRuntime:
         """Codec schedule of the run."""
         self._precisions = precisions.precisions_of(self.schedule, None)
         """Precisions of the run, lowest first."""
-        self.step = 0
-        """Current step, from 0."""
+        self.step = self._first_step = 0
+        """Current step, from 0, and that at which the run began."""
         self.total: int | None = None
         """Number of steps; None if unknown."""
         self._started: list[_StartedReport] = []
@@ -217,7 +217,7 @@ class CodecRuntime:
         self.inactive_reason, self.has_coded_layers = None, False
         self.schedule, self._is_certain = self._schedule_for(total), is_certain
         self._precisions = precisions.precisions_of(self.schedule, total)
-        self.step, self.total = step, total
+        self.step, self._first_step, self.total = step, step, total
         self._transformers.clear()
         self._int8_references, self._started = False, []
 
@@ -382,8 +382,12 @@ class CodecRuntime:
         return leader if len(of_both) == 1 else None
 
     def _is_followed(self, key: Hashable, branch: int) -> bool:
-        """Return whether a layer's values are kept for other branches, which have called it in this run."""
-        return bool(self.schedule.joint) and branch == 0 and (key, 1) in self._states
+        """Return whether a layer's values are kept for other branches.
+
+        Whether there are others is not known in the first step. There is memory then: no reference has a previous one.
+        """
+        may_follow = self.step == self._first_step or (key, 1) in self._states
+        return bool(self.schedule.joint) and branch == 0 and may_follow
 
     def _state_of(
         self,
