@@ -63,5 +63,5 @@ def test_graphs_code_the_same_branches_together(model: str, how: str) -> None:
             expected, found, strict=True
         ):
             assert exact == exact_in_graphs
-            assert sent == pytest.approx(sent_in_graphs, rel=0.001)  # V is in a message of its own, or not
+            assert sent == pytest.approx(sent_in_graphs, rel=0.005)  # V is in a message of its own, or not
             assert sorted(errors_in_graphs.values()) == pytest.approx(sorted(errors.values()), rel=0.1)
