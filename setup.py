@@ -27,7 +27,7 @@ setup(
     packages=find_packages(include=["xfuser_cocodiff", "xfuser_cocodiff.*"]),
     package_data={
         "xfuser_cocodiff.lab.comparison": ["*.html"],
-        "xfuser_cocodiff.lab.models": ["flux1_dev/**/*", "wan21_t2v/**/*"],
+        "xfuser_cocodiff.lab.models": ["flux1_dev/**/*", "sd35_large/**/*", "wan21_t2v/**/*"],
     },
     install_requires=[
         "xfuser>=0.7.0,<0.8",

@@ -86,6 +86,7 @@ def train_averaged(
     minutes: float,
     draw_loss: Callable[[], torch.Tensor],
     save: Callable[[torch.nn.Module, float, int], None],
+    decay: float = 0.998,
 ) -> None:
     """Train a transformer, and save its averaged weights every SAVE_SECONDS and at the end.
 
@@ -95,8 +96,9 @@ def train_averaged(
         minutes: training time.
         draw_loss: returns the loss of a new batch.
         save: called with the averaged model, the mean loss of the last 200 steps and the number of steps.
+        decay: of the average with each step.
     """
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998))
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
     saved = time.time()
 
     def draw() -> tuple[torch.Tensor, float]:

@@ -182,6 +182,11 @@ def _sana(kind: type[DiffusionPipeline], scheduler: object, **more: object) -> D
     )
 
 
+def stable_diffusion_3() -> DiffusionPipeline:
+    """Return Stable Diffusion 3.5 with random weights."""
+    return weights.fill(sd35.pipeline(), seed=0)
+
+
 def sdxl() -> DiffusionPipeline:
     """Return Stable Diffusion XL, whose UNet has no all-to-alls: 2 levels, the second with attention."""
     unet = UNet2DConditionModel(

@@ -61,7 +61,7 @@ EXAMPLES = {
     "PixArt-Sigma": Example("pixartsigma_example.py", f"{OURS}:pixart_sigma", UNBINNED),
     "Sana": Example("sana_example.py", f"{OURS}:sana"),
     "Sana-Sprint": Example("sana_sprint_example.py", f"{OURS}:sana_sprint", "--num_inference_steps 2"),
-    "Stable Diffusion 3": Example("sd3_example.py", f"{SMALL}.sd35:pipeline"),
+    "Stable Diffusion 3": Example("sd3_example.py", f"{OURS}:stable_diffusion_3"),
     "Stable Diffusion XL": Example(
         "sdxl_example.py",
         f"{OURS}:sdxl",

@@ -217,7 +217,7 @@ def test_traffic_on_measured_slow_axes_is_compressed() -> None:
 
 SMALL = {
     "FLUX.1-dev": shrink("flux.1-dev", 8, 16, (2, 4)),
-    "SD3.5": shrink("sd3.5-large", 24, 8, (4,)),
+    "SD3.5": shrink("sd3.5-large", 8, 16, (6,)),
 }
 """Models of `cocodiff models`. They have 8 pixels per token, so 128 pixels are as many tokens as 256 in a workload."""
 

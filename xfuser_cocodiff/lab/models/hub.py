@@ -20,8 +20,14 @@ import numpy as np
 from xfuser_cocodiff.lab.models import slices
 
 _HERE = Path(__file__).parent
-SHIPPED = {"FLUX.1-dev": _HERE / "flux1_dev", "Wan2.1-T2V": _HERE / "wan21_t2v"}
+SHIPPED = {
+    "FLUX.1-dev": _HERE / "flux1_dev",
+    "SD3.5": _HERE / "sd35_large",
+    "Wan2.1-T2V": _HERE / "wan21_t2v",
+}
 """Folders of the models with trained weights, which are part of the package."""
+SHARED_AUTOENCODERS = {"SD3.5": "FLUX.1-dev"}
+"""By models whose folder has no autoencoder, the one of :data:`SHIPPED` that has it."""
 # First line of the model card of every small model; distinguishes it from a real download.
 MARK = "# A small stand-in, written by xfuser_cocodiff"
 INPUT_IMAGE = "input.png"
@@ -117,10 +123,13 @@ def _digest(folder: Path) -> str:
 
 def _copy_shipped(name: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        if not (SHIPPED[name] / "model_index.json").exists():
-            missing = f"the trained weights of {name} are missing from this installation: {SHIPPED[name]}"
-            raise FileNotFoundError(missing)
-        shutil.copytree(SHIPPED[name], folder)
+        source, autoencoder = SHIPPED[name], SHIPPED[SHARED_AUTOENCODERS.get(name, name)] / "vae"
+        for needed in (source / "model_index.json", autoencoder):
+            if not needed.exists():
+                raise FileNotFoundError(f"the trained weights of {name} are missing from this installation: {needed}")
+        shutil.copytree(source, folder)
+        if name in SHARED_AUTOENCODERS:
+            shutil.copytree(autoencoder, folder / "vae")
 
     return write
 
@@ -145,7 +154,7 @@ def _write_input_image(file: Path) -> None:
 REGISTRY = {
     "FLUX.1-dev": SmallModel("black-forest-labs/FLUX.1-dev", _copy_shipped("FLUX.1-dev")),
     "FLUX.2-dev": SmallModel("black-forest-labs/FLUX.2-dev", _save_random("flux2")),
-    "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _save_random("sd35")),
+    "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _copy_shipped("SD3.5")),
     "Qwen-Image": SmallModel("Qwen/Qwen-Image", _save_random("qwen_image")),
     "FLUX.1-Kontext-dev": SmallModel(
         "black-forest-labs/FLUX.1-Kontext-dev", _save_random("flux1", "kontext"), takes_image=True
