@@ -126,11 +126,14 @@ def test_memory_budget_is_met(budget: int | None, allocated: int, coded: int) ->
 
 
 def test_guidance_branches_share_the_memory_budget() -> None:
-    run = Run(8 * INT8, layers=4, branches=2)  # enough for four in full
+    sizes = layer_sizes(torch.bfloat16)
+    following = ReferenceBytes.of(sizes, preset("balanced", 50), NUM_SLOW, leader=sizes).int8
+    run = Run(4 * (INT8 + following), layers=4, branches=2)  # not enough in full
     for _ in range(2):
         run.begin()
         for _ in range(3):
             assert run.step() == [True] * 8
-            assert run.runtime.planned_reference_bytes == run.runtime.reference_bytes == 8 * INT8
+            assert run.runtime.planned_reference_bytes == 4 * (INT8 + following)
+            assert run.runtime.reference_bytes == 8 * INT8  # without messages, no values are kept
         assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
     assert any("references of 4 layers and 2 guidance branches" in line for line in run.logged)

@@ -80,6 +80,22 @@ def test_an_aborted_run_leaves_no_references() -> None:
     assert one.step == 0
 
 
+@pytest.mark.parametrize("batched", [1, 2])
+@pytest.mark.parametrize(("mode", "total"), [("balanced", 4), ("balanced", 8), ("fast", 4), ("fast", 8)])
+def test_a_second_branch_changes_the_schedule_from_the_next_step_on(mode: str, total: int, batched: int) -> None:
+    """A run without guidance keeps its schedule, and the next run begins with it."""
+    one = runtime(mode)
+    for num_branches in (2, 1):
+        one.begin_run(total)
+        in_batch = min(batched, num_branches)
+        for step in range(3):
+            for branch in range(num_branches // in_batch):
+                one.layer_codecs("a", 1, branch, SIZES, batched_branches=in_batch)
+            assert one.schedule == preset(mode, total, is_guided=num_branches == 2 and step > 0)
+            one.end_step()
+    assert preset(mode, total, is_guided=True) != preset(mode, total)
+
+
 def test_the_schedule_depends_on_the_number_of_steps() -> None:
     one = runtime("paper", "warmup=1,refresh=0")
     for total in (5, 9):
@@ -303,7 +319,8 @@ def test_unknown_layers_are_logged_with_the_nearest_names() -> None:
 )
 def test_another_transformer_drops_references_of_the_one_before(order: str, keyframes: tuple[int, ...]) -> None:
     one = runtime()
-    need = ReferenceBytes.of(SIZES, preset("balanced", 20), 2).full
+    # The second branch is coded as the difference to the first, whose values are kept.
+    need = sum(ReferenceBytes.of(SIZES, preset("balanced", 20), 2, leader=leader).full for leader in (None, SIZES))
     one.begin_run(20)
     for step, transformer in enumerate(order):
         for branch in (0, 1):
@@ -311,7 +328,7 @@ def test_another_transformer_drops_references_of_the_one_before(order: str, keyf
             assert reference_value(layer_codecs) == (None if step in keyframes else ord(transformer) + branch)
             set_reference(layer_codecs, ord(transformer) + branch)
         one.end_step()
-    assert one.planned_reference_bytes == (2 if keyframes[-1] == 4 else 4) * need
+    assert one.planned_reference_bytes == (1 if keyframes[-1] == 4 else 2) * need
 
 
 def test_the_memory_budget_covers_the_current_transformer_only() -> None:

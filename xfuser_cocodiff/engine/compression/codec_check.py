@@ -6,6 +6,7 @@ references and results are compared bit for bit, and with those of PyTorch's ker
 """
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -16,9 +17,9 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
-from xfuser_cocodiff.engine.compression.modes import FEW_STEPS, CodecSchedule
+from xfuser_cocodiff.engine.compression.modes import FEW_STEPS, VERY_FEW_STEPS, CodecSchedule
 
-_TOTALS = (FEW_STEPS, 50)
+_TOTALS = (VERY_FEW_STEPS, FEW_STEPS, 50)
 """Numbers of steps of a short run and of a long one, which modes schedule differently."""
 _GROUPS, _HEADS, _TOKENS, _HEAD_DIM = 2, 4, 512, 128
 """Sizes of the values: full blocks of the kernels."""
@@ -53,8 +54,8 @@ def failure(choice: str, mode: str, overrides: str | None, device: torch.device,
 
 def _schedules(mode: str, overrides: str | None) -> Iterator[list[Mapping[str, Codec]]]:
     """Yield the codecs of some steps of a short and a long run: keyframes, first residuals and the last step."""
-    for total in _TOTALS:
-        preset = modes.preset(mode, total) or CodecSchedule()
+    for total, is_guided in itertools.product(_TOTALS, (False, True)):
+        preset = modes.preset(mode, total, is_guided) or CodecSchedule()
         schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
         steps = sorted({0, *range(schedule.warmup, schedule.warmup + 3), total - 1} & {*range(total)})
         yield [schedule.codecs(step, total) for step in steps]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from xfuser_cocodiff.engine.compression import modes, precisions
+from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
@@ -185,6 +185,10 @@ class CodecRuntime:
         """Whether the current step is lossless regardless of the schedule; whether values were not finite before it."""
         self._is_certain = True
         """Whether the run was announced rather than inferred."""
+        self._has_branches = False
+        """Whether layers have had several branches of guidance in a step of this run."""
+        self._is_guided = False
+        """Whether the schedule is that of runs with guidance."""
         self.schedule = self._schedule_for(None)
         """Codec schedule of the run."""
         self._precisions = precisions.precisions_of(self.schedule, None)
@@ -200,7 +204,7 @@ class CodecRuntime:
 
     def _schedule_for(self, total: int | None) -> CodecSchedule:
         """Return the schedule of a run of `total` steps."""
-        preset = modes.preset(self.mode, total) or CodecSchedule()
+        preset = modes.preset(self.mode, total, self._is_guided) or CodecSchedule()
         return CodecSchedule.parse(self._overrides, preset) if self._overrides else preset
 
     def begin_run(self, total: int | None, step: int = 0, is_certain: bool = True) -> None:
@@ -215,6 +219,7 @@ class CodecRuntime:
         self.is_running, self._logged_states = True, 0
         self._forces_keyframe = self._recovers = False
         self.inactive_reason, self.has_coded_layers = None, False
+        self._has_branches = self._is_guided = False
         self.schedule, self._is_certain = self._schedule_for(total), is_certain
         self._precisions = precisions.precisions_of(self.schedule, total)
         self.step, self._first_step, self.total = step, step, total
@@ -247,9 +252,23 @@ class CodecRuntime:
                 self._decide_on_keyframe(report)
         elif len(self._started) > 1:
             self._decide_on_keyframe(self._started[-2].read(), since=started.report)
+        self._update_schedule()
         self.step += 1
         if self.step == self.total:
             self.end_run()
+
+    def _update_schedule(self) -> None:
+        """Take the schedule of runs with guidance from the next step on, if this step had several branches.
+
+        The order of calls and their batches tell, which are equal on all ranks.
+        """
+        if self._is_guided or not self._has_branches:
+            return
+        self._is_guided = True
+        self.schedule = self._schedule_for(self.total)
+        self._precisions = precisions.precisions_of(self.schedule, self.total)
+        for state in self._states.values():
+            state.kind = state.kind._replace(schedule=str(self.schedule), precisions=self._precisions)
 
     def _decide_on_keyframe(self, report: StepReport, since: StepReport | None = None) -> None:
         """Decide whether the next step is lossless, by the errors of a step on all ranks.
@@ -342,6 +361,7 @@ class CodecRuntime:
             batched_branches: number of branches in the call's batch.
         """
         state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv, gathers_lossless)
+        self._has_branches |= branch > 0 or batched_branches > 1
         if state is None or not (self._partition or self.virtual_ranks):
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
@@ -364,6 +384,7 @@ class CodecRuntime:
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
         state = self._state_of(layer, key, branch, sizes, transformer)
+        self._has_branches |= branch > 0 or batched_branches > 1
         if state is None or self._ring_partition is None:
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
@@ -555,9 +576,19 @@ class CodecRuntime:
             mode = f"{self.mode}@{self._overrides}" if self._overrides else self.mode
             self._log_once(
                 self._info,
-                f"mode {self.mode!r}: {self.schedule}; the error depends on the model and the number of steps: measure "
-                f"it with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
+                f"mode {self.mode!r}: {self.schedule}; {self._expectation()}measure this model with cocodiff quality "
+                f"--model NAME --steps {self.total or 'N'} --mode {mode!r}",
             )
+
+    def _expectation(self) -> str:
+        """Return the PSNR that a run like this one has with a small trained model, in words."""
+        gathers_kv = any(state.gathers_kv for state in self._lossy_states)
+        psnr = expected_quality.expected_psnr(self.mode, self.total, self._is_guided, gathers_kv)
+        if psnr is None or self._overrides:
+            return ""
+        branches = "with" if self._is_guided else "without"
+        model = expected_quality.MODELS[self._is_guided]
+        return f"about {psnr:.0f} dB {branches} guidance, judged on a small {model}; "
 
     @property
     def _lossy_states(self) -> list[_LayerState]:
