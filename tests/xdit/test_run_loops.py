@@ -25,7 +25,7 @@ LOOPS = {
     "MiniMaxH3": Coded(2, 32),
     "MiniMaxH3Ref2VA": Coded(2, 32),
     "LingBotVideo": Coded(2, 16),
-    "SD3": Coded(6, 16),
+    "SD3": Coded(4, 8),
     "PixArtAlpha": Coded(2, 24),
 }
 
