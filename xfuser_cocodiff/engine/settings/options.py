@@ -110,8 +110,8 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        f"Compression on slow axes: 'exact' is lossless, the others are lossy. {AUTO!r} sends as many bits as the "
-        f"links hide, at least those of {MULTI_NODE_MODE!r}. Default: {MULTI_NODE_MODE!r} if the ranks of a "
+        f"Compression on slow axes: 'exact' is lossless, the others are lossy. {AUTO!r} raises the bits of "
+        f"{MULTI_NODE_MODE!r} where that adds little to a step. Default: {MULTI_NODE_MODE!r} if the ranks of a "
         "sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
         MODES,
     ),
