@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest):
 
 
 class Expected(NamedTuple):
-    """What float64 arithmetic gives, for all tokens; float64 (L, G, H, T, D) if not noted."""
+    """Results of float64 arithmetic for all tokens; float64 (L, G, H, T, D) if not noted."""
 
     difference: torch.Tensor
     """Values minus weighted base."""
@@ -57,7 +57,7 @@ class Expected(NamedTuple):
 
 
 def in_float64(values: torch.Tensor, base: Base, prediction: Prediction, bits: float) -> Expected:
-    """Return what the kernels should give, by the definition of the grid. Rows have one token each."""
+    """Return the results that kernels should have, by the definition of the grid. Rows have one token each."""
     grid = GRIDS[bits]
     difference = values.double() - base.weight * base.values.double()
     reference = prediction.reference.double()

@@ -55,7 +55,7 @@ class Candidates(Generic[_Candidate]):
 
     @property
     def schedule(self) -> _Candidate:
-        """Schedule of the next layer: the chosen one, else the candidate under test."""
+        """Candidate by which the next layer runs: the chosen one, else the one under test."""
         return self.at(self.candidate) if self.chosen is None else self.chosen
 
     def at(self, index: int) -> _Candidate:

@@ -55,7 +55,7 @@ def _unbound_device(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return after which time the backend of a group fails a collective of a device's tensors."""
+    """Return the time after which a group's backend fails a collective of tensors on a device."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # a backend without options, or none for the device

@@ -105,7 +105,7 @@ class Codec:
 
     @property
     def sends_values(self) -> bool:
-        """Whether values are sent themselves, and not quantized residuals; they have no difference to other values."""
+        """Whether values are sent unquantized; then no difference to another branch is coded."""
         return self.bits is None and not self.sends_nothing
 
     @property

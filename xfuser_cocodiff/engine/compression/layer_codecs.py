@@ -114,7 +114,7 @@ class LayerCodecs:
     is_keyframe: bool = False
     """Whether the step uses no references of earlier steps."""
     joint: float = 0.0
-    """Weight of the leading branch in the difference that is coded of other branches; 0 to code each by itself."""
+    """Weight of the leading branch in the difference that is coded for other branches; 0 to code each by itself."""
     leader: Mapping[tuple[str, HeadGroup], LinkState] | None = None
     """Link states of this layer in the leading branch; None in that branch, and where there is none."""
     keeps_values: bool = False

@@ -63,8 +63,8 @@ class CodecSchedule:
     predictor: float | str = 0.0
     """Gain of the prediction, see :attr:`Codec.predictor`."""
     joint: float = 0.0
-    """Weight of the first branch of guidance in the difference that is coded of the others; 0 to code each by itself,
-    see :mod:`codecs`."""
+    """Weight of the leading branch of guidance in the difference that is coded for the others; 0 to code each branch by
+    itself, see :mod:`codecs`."""
     exact: tuple[str, ...] = ()
     """Layers that are lossless at all steps, by name or by prefix up to a dot."""
     allocation: BitAllocation | None = None
@@ -299,8 +299,8 @@ the first steps, FLUX.2 and Wan at the last ones."""
 BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(4, 4), bits_q=(2.7, 2.7), bits_o=(4, 4), predictor=0.5, joint=1.0)
 """Mode `balanced` for few steps, between which an estimated gain does not hold."""
 BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits_v=(2.7, 4), predictor=ADAPTIVE)
-"""Mode `balanced` for few steps with guidance. The gain of a difference between branches does hold, and errors in K
-affect the image more than those in V."""
+"""Mode `balanced` for few steps with guidance. Estimated gains do hold for differences between branches, and errors in
+K affect the image more than those in V."""
 BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(8, 8), bits_v=(4, 8), bits_o=(8, 8))
 """Mode `balanced` for very few steps with guidance."""
 FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1.6, 1.6), predictor=0.5, joint=1.0)

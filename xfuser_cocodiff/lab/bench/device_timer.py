@@ -1,4 +1,4 @@
-"""Times calls on an accelerator: what the device needs without waiting for the host, and what the host needs."""
+"""Times calls on an accelerator: device time without waiting for the host, and host time."""
 
 import math
 import time
@@ -13,7 +13,7 @@ _CALLS = 10
 
 
 class DeviceTimer:
-    """Times calls on an accelerator. Each finds caches without its tensors, and is queued before the device begins it.
+    """Timer of calls on an accelerator. It flushes caches before each call, which it queues while the device is busy.
 
     Args:
         device: the accelerator.

@@ -1,4 +1,4 @@
-"""How a lossy mode crosses the slow axes in a split, which decides its PSNR beside its codec."""
+"""Exchanges by which a lossy mode crosses the slow axes in a split: its PSNR depends on them and on its codecs."""
 
 from typing import Any
 

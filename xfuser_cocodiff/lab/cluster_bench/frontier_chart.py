@@ -13,8 +13,8 @@ from xfuser_cocodiff.lab.comparison.charts import AXIS_COLORS, INK, REST_COLOR
 
 _EDGE = 3.0
 """Distance of the lossless variants, at the right edge, from the largest PSNR in dB."""
-_LABEL_SHARE = 0.35
-"""Share of a panel's width, on its right, for the labels of lossless variants."""
+_LABEL_FRACTION = 0.35
+"""Fraction of a panel's width, on its right, for the labels of lossless variants."""
 _MARGIN = 1.15
 """Factor between the largest speedup and the upper edge, and between the smallest and the lower one."""
 _OWN_COLOR = AXIS_COLORS["node"]
@@ -79,7 +79,7 @@ def _draw_points(axes: Any, panel: Panel) -> None:
         if each in best:
             axes.plot(_x(each, edge), each.speedup, "o", color=INK, markerfacecolor="none", markersize=11, zorder=1)
     lowest = min((each.psnr_db for each in every if each.psnr_db is not None), default=edge - 5)
-    width = (edge - lowest + 3) / (1 - _LABEL_SHARE)
+    width = (edge - lowest + 3) / (1 - _LABEL_FRACTION)
     axes.set_xlim(lowest - 3, lowest - 3 + width)
     axes.plot([lowest - 3, edge], [1, 1], color=REST_COLOR, linewidth=1, zorder=0)
     speedups = [1.0, *(each.speedup for each in every)]
@@ -150,8 +150,8 @@ def _along_frontier(pixels: Sequence[tuple[float, float]]) -> list[Box]:
     boxes = []
     for (x, y), (next_x, next_y) in itertools.pairwise(pixels):
         for step in range(_LINE_SAMPLES + 1):
-            share = step / _LINE_SAMPLES
-            at_x, at_y = x + share * (next_x - x), y + share * (next_y - y)
+            fraction = step / _LINE_SAMPLES
+            at_x, at_y = x + fraction * (next_x - x), y + fraction * (next_y - y)
             boxes.append(Box(at_x - 1, at_y - 1, at_x + 1, at_y + 1))
     return boxes
 

@@ -1,4 +1,4 @@
-"""The rows of a machine's cells that stand for the question of who is both fast and near to the lossless picture."""
+"""Points of the frontier chart: speedup over best stock and PSNR of each variant on a machine, and its frontier."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Point:
         return row_name(self.mode)
 
     def dominates(self, other: "Point") -> bool:
-        """Return whether it is at least as fast and as near to the lossless picture as another, and better in one."""
+        """Return whether it has at least the speedup and the PSNR of another point, and more of one of them."""
         own, their = (float("inf") if each.psnr_db is None else each.psnr_db for each in (self, other))
         return own >= their and self.speedup >= other.speedup and (own, self.speedup) != (their, other.speedup)
 
@@ -43,7 +43,9 @@ class Panel:
     """The points of a machine with a number of nodes."""
 
     machine: str
+    """Name of the machine."""
     nodes: int
+    """Number of its nodes."""
     cells: Sequence[dict[str, Any]]
     """Cells with a valid best stock; predicted ones only if none was measured."""
     points: Sequence[Point]

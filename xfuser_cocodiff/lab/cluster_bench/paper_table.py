@@ -1,4 +1,4 @@
-"""The paper's table on Aurora: what its parts bring alone and together, beside the paper's own figures."""
+"""The paper's table on Aurora: speedups of its parts, alone and together, beside the paper's own figures."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -61,7 +61,7 @@ def row_name(mode: str) -> str:
 def is_frontier_row(mode: str) -> bool:
     """Return whether a row belongs to the comparison of speed and fidelity.
 
-    That are stock, other systems and modes of the plugin; no single splits, and no modes without a part of the plugin.
+    These are stock, other systems and modes of the plugin, but not single splits or modes with a feature switched off.
     """
     if mode in RULES or mode == BEST_STOCK or mode in BEST_MODES:
         return True

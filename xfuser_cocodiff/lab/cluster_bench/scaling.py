@@ -1,4 +1,4 @@
-"""What holds for all blocks of a model, from the recorded ones: step times and numbers of a step.
+"""Step times and totals of all blocks of a model, from the recorded blocks.
 
 The last recorded block of a kind stands for all further ones. The first is slower where launches decide: small kernels
 come before it, so the host is not ahead of the device as it is from then on.

@@ -48,6 +48,6 @@ def _mean(cells: Sequence[dict[str, Any]], mode: str, baseline: str) -> str:
 
 
 def _named(cell: dict[str, Any], mode: str) -> str:
-    """Return the row of a mode: the one with slow axes of the machine's, if none is slow by default."""
+    """Return the name of a mode's row: that of a variant with named slow axes where the mode has no row of its own."""
     modes = [row["mode"] for row in cell["rows"]]
     return next((each for each in modes if mode not in modes and each.startswith(mode + _SLOW_AXES)), mode)

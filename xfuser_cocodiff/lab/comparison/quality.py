@@ -380,7 +380,7 @@ def show(record: dict[str, Any]) -> None:
     console.print("PSNR and SSIM: to lossless runs, mean over seeds")
     if any(row["mode"] == AUTO for row in record["rows"]):
         console.print(
-            f"{AUTO}: with its fewest bits, those of {MULTI_NODE_MODE}; runs choose more where links hide them"
+            f"{AUTO}: with the bits of {MULTI_NODE_MODE}, its lowest precision; real runs raise them by step time"
         )
     if not record["inpaints"]:
         console.print("no inpainting: the latent format of this pipeline is unknown")

@@ -1,8 +1,8 @@
 """Choice of the precision of each kind of layer in mode `auto`: the highest one whose communication stays hidden.
 
 The step time at the lowest precision is measured first. A higher one is then rejected if the links alone take longer,
-accepted if its extra communication is negligible even where nothing hides it, and otherwise timed in turns with the
-lowest one. All kinds are raised together as long as possible, then one after the other.
+accepted if its extra communication is negligible even where nothing hides it, and otherwise timed, alternating with
+the lowest one. All kinds are raised together as long as possible, then one after the other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ class KindCandidates(Candidates[float]):
         return self.kind.precisions[self.level]
 
     def compare(self, level: int) -> None:
-        """Time steps at a precision, by its index, in turns with those at the lowest."""
+        """Time steps at a precision, given its index, alternating with the lowest one."""
         self.schedules = (self.kind.precisions[level], SCHEDULED)
         self.candidate = PLUGIN
 

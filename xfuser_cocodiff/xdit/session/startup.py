@@ -37,8 +37,7 @@ _NO_AXIS_IS_SLOW = (
 )
 
 _BITS_ARE_CHOSEN = (
-    f"early steps choose the most bits that cost at most {MAX_COST:.0%} of a step more than those of "
-    f"{MULTI_NODE_MODE!r}"
+    f"early steps are timed to choose the most bits that add at most {MAX_COST:.0%} to a step of {MULTI_NODE_MODE!r}"
 )
 
 

@@ -1,6 +1,6 @@
-"""Autotuning by whole steps: steps by each of some candidates are timed in turns.
+"""Autotuning by whole steps: several candidates are timed in alternating steps.
 
-Steps are timed, and not layers, since time that one layer saves another one may have to wait.
+Steps are timed rather than layers: time that one layer saves may be exposed in another one.
 """
 
 import time
@@ -20,8 +20,9 @@ _Workload = tuple[tuple[Candidates[Any], int], ...]
 
 
 class StepTuner:
-    """Times whole steps by candidates, among which a subclass chooses. All ranks must call its methods in the same
-    order.
+    """Tuner that times whole steps by several candidates; subclasses choose.
+
+    All ranks must call its methods in the same order.
 
     Args:
         candidates: returns the candidates of all layers so far, in an order that is the same on all ranks.
@@ -147,7 +148,7 @@ class StepTuner:
             self._start_over()
 
     def _state(self) -> object:
-        """Return what else ranks must have the same of, in values that are equal in all processes."""
+        """Return further state that must be equal on all ranks, without values that differ between processes."""
         return None
 
     def _start_over(self) -> None:
