@@ -96,6 +96,17 @@ def test_a_second_branch_changes_the_schedule_from_the_next_step_on(mode: str, t
     assert preset(mode, total, is_guided=True) != preset(mode, total)
 
 
+def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe() -> None:
+    """The values of its only branch would fit the reference of another branch, that of the first half."""
+    one = runtime()
+    one.begin_run(8)
+    for step, in_batch in enumerate((2, 2, 1, 1, 2)):
+        layer_codecs = one.layer_codecs("a", 1, 0, SIZES, batched_branches=in_batch)
+        assert reference_value(layer_codecs) == (in_batch if step in (1, 3) else None)
+        set_reference(layer_codecs, in_batch)
+        one.end_step()
+
+
 def test_the_schedule_depends_on_the_number_of_steps() -> None:
     one = runtime("paper", "warmup=1,refresh=0")
     for total in (5, 9):

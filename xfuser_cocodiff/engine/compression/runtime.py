@@ -56,6 +56,8 @@ class _LayerState:
     """Statistics of the current step."""
     last_step: int = 0
     """Step of the layer's last call."""
+    batched_branches: int = 1
+    """Number of branches in the batch of the layer's last call."""
 
     @property
     def saves_time(self) -> bool:
@@ -360,7 +362,7 @@ class CodecRuntime:
             gathers_lossless: whether they are gathered if the layer is lossless; by heads when not given.
             batched_branches: number of branches in the call's batch.
         """
-        state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv, gathers_lossless)
+        state = self._state_of(layer, key, branch, sizes, transformer, batched_branches, gathers_kv, gathers_lossless)
         self._has_branches |= branch > 0 or batched_branches > 1
         if state is None or not (self._partition or self.virtual_ranks):
             return None
@@ -383,7 +385,7 @@ class CodecRuntime:
         batched_branches: int = 1,
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
-        state = self._state_of(layer, key, branch, sizes, transformer)
+        state = self._state_of(layer, key, branch, sizes, transformer, batched_branches)
         self._has_branches |= branch > 0 or batched_branches > 1
         if state is None or self._ring_partition is None:
             return None
@@ -417,6 +419,7 @@ class CodecRuntime:
         branch: int,
         sizes: LayerSizes,
         transformer: Hashable,
+        batched_branches: int,
         gathers_kv: bool = False,
         gathers_lossless: bool = False,
     ) -> _LayerState | None:
@@ -430,6 +433,10 @@ class CodecRuntime:
             self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, kept)
         state = self._states[key, branch]
         state.last_step = self.step
+        if state.batched_branches != batched_branches:  # references of one branch would fit the values of another
+            state.link_states.clear()
+            state.ring_link_states.clear()
+            state.batched_branches = batched_branches
         if not state.is_exact:
             return state
         sent_bytes = sizes.slow_axis_bytes(*self._coordinates(gathers_lossless))
