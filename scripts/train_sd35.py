@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Trains the small Stable Diffusion 3.5 of the package in 25 minutes of CPU time on one core.
+"""Trains the small Stable Diffusion 3.5 of the package on one CPU core, in 25 minutes of its time.
 
     python scripts/train_sd35.py --out xfuser_cocodiff/lab/models/sd35_large
 
 The autoencoder is that of the small FLUX.1-dev. The transformer starts from FLUX.1-dev's blocks and learns its
-velocities of captioned images; 12 % of the images have no caption, for classifier-free guidance. The text encoders
+velocities of captioned images; an eighth of the images has no caption, for classifier-free guidance. The text encoders
 keep their random weights, as in train_flux1.py.
 """
 

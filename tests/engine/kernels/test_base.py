@@ -26,7 +26,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 LOCAL_SLOTS = None, FIRST, SECOND, MIDDLE
 WEIGHTS = 1.0, 1.25, 0.7
 KEYFRAME = -1.0
-"""Gain that marks a keyframe, whose prediction is zero."""
+"""Stands for a gain: zeros are predicted."""
 
 
 @pytest.fixture(params=[kernels.TRITON, kernels.NUMBA, kernels.TORCH])

@@ -33,7 +33,7 @@ LADDER = (SCHEDULED, 4.0, 8.0, LOSSLESS)
 SHARES = {SCHEDULED: 0.13, 4.0: 0.265625, 8.0: 0.515625, LOSSLESS: 1.0}
 """Bytes over lossless ones at 64 values with a byte of scale."""
 T0_STEPS, TRIAL_STEPS = 4, 8
-"""Steps that measure the lowest precision alone, and alternating with another one."""
+"""Steps that measure the lowest precision alone, and in turns with another one."""
 
 
 def kind_of(name: str) -> LayerKind:

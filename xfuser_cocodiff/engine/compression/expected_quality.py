@@ -1,4 +1,4 @@
-"""PSNR that runs of a mode may expect: that of the small trained models, for as many steps, with and without guidance.
+"""PSNR that a run of a mode may expect: those of the small trained models over as many steps.
 
 Other models have other errors: the figures say what to look for, and `cocodiff quality --model` measures it.
 """
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class _Psnr(NamedTuple):
-    """Mean PSNR to lossless runs in dB, bf16, 2x2 virtual ranks; see docs/quality.md."""
+    """Mean PSNR to lossless runs in dB over 16 seeds, bf16, 2x2 virtual ranks; see docs/quality.md."""
 
     gathered: float
     """With K and V gathered along the slow axes."""
@@ -15,21 +15,33 @@ class _Psnr(NamedTuple):
     """With Q, K, V and O in all-to-alls by heads."""
 
 
-_JUDGED: dict[tuple[str, bool], dict[int, _Psnr]] = {
-    ("balanced", False): {4: _Psnr(53.3, 48.7), 8: _Psnr(55.6, 51.8), 20: _Psnr(55.2, 50.2), 50: _Psnr(55.2, 53.6)},
-    ("fast", False): {4: _Psnr(48.3, 41.2), 8: _Psnr(52.1, 46.3), 20: _Psnr(49.3, 42.6), 50: _Psnr(53.0, 47.9)},
-    ("balanced", True): {4: _Psnr(36.1, 30.1), 8: _Psnr(39.4, 33.9), 20: _Psnr(42.6, 38.1), 50: _Psnr(47.7, 44.4)},
-    ("fast", True): {4: _Psnr(28.9, 23.8), 8: _Psnr(32.9, 27.4), 20: _Psnr(33.8, 28.1), 50: _Psnr(41.7, 36.0)},
+UNGUIDED, GUIDED = ("FLUX.1-dev",), ("SD3.5", "Wan2.1-T2V")
+"""Models that were measured without and with guidance."""
+MEASURED: dict[tuple[str, str], dict[int, _Psnr]] = {
+    ("FLUX.1-dev", "balanced"): {
+        4: _Psnr(53.3, 48.7),
+        8: _Psnr(55.6, 51.8),
+        20: _Psnr(55.2, 50.2),
+        50: _Psnr(55.2, 53.6),
+    },
+    ("FLUX.1-dev", "fast"): {4: _Psnr(48.3, 41.2), 8: _Psnr(52.1, 46.3), 20: _Psnr(49.3, 42.6), 50: _Psnr(53.0, 47.9)},
+    ("SD3.5", "balanced"): {8: _Psnr(35.6, 30.6)},
+    ("SD3.5", "fast"): {8: _Psnr(31.2, 24.2)},
+    ("Wan2.1-T2V", "balanced"): {
+        4: _Psnr(42.6, 35.6),
+        8: _Psnr(41.3, 37.6),
+        20: _Psnr(44.2, 40.1),
+        50: _Psnr(48.9, 45.9),
+    },
+    ("Wan2.1-T2V", "fast"): {4: _Psnr(37.3, 32.7), 8: _Psnr(36.4, 30.5), 20: _Psnr(36.1, 31.5), 50: _Psnr(43.5, 39.0)},
 }
-"""PSNR by mode, guidance and number of steps: FLUX.1-dev without guidance, and Wan2.1-T2V with a scale of 5."""
-MODELS = {False: "FLUX.1-dev", True: "Wan2.1-T2V"}
-"""Small trained model that was judged, without and with guidance."""
+"""PSNR by model, mode and number of steps."""
 
 
-def expected_psnr(mode: str, total: int | None, is_guided: bool, gathers_kv: bool) -> float | None:
-    """Return the mean PSNR in dB that a small trained model has in such a run; None where none was judged.
+def expected_psnr(mode: str, total: int | None, is_guided: bool, gathers_kv: bool) -> dict[str, float]:
+    """Return the mean PSNR in dB of each measured model in such a run; empty if there is none.
 
-    Runs of other lengths have that of the next shorter one, since fewer steps have a lower PSNR.
+    A run of another length gets the figure of the next shorter one.
 
     Args:
         mode: one of options.MODES; `auto` has at least the PSNR of `balanced`.
@@ -37,9 +49,16 @@ def expected_psnr(mode: str, total: int | None, is_guided: bool, gathers_kv: boo
         is_guided: whether the run has several branches of classifier-free guidance.
         gathers_kv: whether K and V are gathered along the slow axes.
     """
-    judged = _JUDGED.get(("balanced" if mode == "auto" else mode, is_guided), {})
-    shorter = [steps for steps in judged if total is not None and steps <= total]
-    if not shorter:
-        return None
-    psnr = judged[max(shorter)]
-    return psnr.gathered if gathers_kv else psnr.by_heads
+    found = {}
+    for model in GUIDED if is_guided else UNGUIDED:
+        by_steps = MEASURED.get((model, "balanced" if mode == "auto" else mode), {})
+        shorter = [steps for steps in by_steps if total is not None and steps <= total]
+        if shorter:
+            psnr = by_steps[max(shorter)]
+            found[model] = psnr.gathered if gathers_kv else psnr.by_heads
+    return found
+
+
+def describe(expected: dict[str, float]) -> str:
+    """Return PSNR by model in words."""
+    return " and ".join(f"{psnr:.0f} dB with a small {model}" for model, psnr in expected.items())

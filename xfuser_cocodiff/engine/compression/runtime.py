@@ -588,14 +588,13 @@ class CodecRuntime:
             )
 
     def _expectation(self) -> str:
-        """Return the PSNR that a run like this one has with a small trained model, in words."""
+        """Return the PSNR that runs like this one have with small trained models, in words."""
         gathers_kv = any(state.gathers_kv for state in self._lossy_states)
-        psnr = expected_quality.expected_psnr(self.mode, self.total, self._is_guided, gathers_kv)
-        if psnr is None or self._overrides:
+        expected = expected_quality.expected_psnr(self.mode, self.total, self._is_guided, gathers_kv)
+        if not expected or self._overrides:
             return ""
-        branches = "with" if self._is_guided else "without"
-        model = expected_quality.MODELS[self._is_guided]
-        return f"about {psnr:.0f} dB {branches} guidance, judged on a small {model}; "
+        guidance = "with guidance" if self._is_guided else "without guidance"
+        return f"PSNR {guidance}: {expected_quality.describe(expected)}; "
 
     @property
     def _lossy_states(self) -> list[_LayerState]:

@@ -104,7 +104,7 @@ OPTIONS = (
         None,
         "Number of groups into which the heads of a rank are split, so that one attends while others are sent. Only in "
         f"exact mode or where K and V are gathered, and outside of compiled graphs. {AUTO!r} (default): numbers that "
-        "the planner expects to save time are tried on accelerators, and timed steps choose; 1 on CPUs.",
+        "the planner expects to pay are tried on accelerators, and timed steps choose; 1 on CPUs.",
     ),
     Option(
         "cocodiff_mode",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.compression import expected_quality
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings.options import AUTO, MODES, MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -175,6 +176,7 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
         speedup = stock_seconds / estimate.step_seconds if stock_seconds and estimate.step_seconds else None
         return {**dataclasses.asdict(estimate), "speedup": speedup}
 
+    modes = [row(estimate_step(scenario, splits[0].split, name)) for name in MODES if name != AUTO]
     return {
         **host.header(),
         "model": scenario.workload.name,
@@ -192,9 +194,21 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
         "slow_axes": list(scenario.slow_axes),
         "stock": stock and {**row(stock), "share": stock.a2a_seconds / stock_seconds if stock_seconds else None},
         "splits": [row(estimate) for estimate in splits],
-        "modes": [row(estimate_step(scenario, splits[0].split, name)) for name in MODES if name != AUTO],
+        "modes": modes,
+        "expected_psnr": _expected_psnr(scenario, modes),
         "flags": flags(splits[0], scenario.topology),
     }
+
+
+def _expected_psnr(scenario: Scenario, modes: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return by mode the PSNR in dB that small trained models have in such a run; see :mod:`expected_quality`."""
+    found = {}
+    for row in modes:
+        gathers_kv = bool(exchange.gathered(row["exchange"]))
+        psnr = expected_quality.expected_psnr(row["mode"], scenario.steps, scenario.workload.is_guided, gathers_kv)
+        if psnr and row["reference_bytes"]:
+            found[row["mode"]] = psnr
+    return found
 
 
 def flags(best: StepEstimate, topology: Topology) -> str:
@@ -227,6 +241,10 @@ def show(record: dict[str, Any]) -> None:
     print("\nmodes with the fastest split:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references")))
     console.print(*_exchange_lines(record), sep="\n")
+    for mode, expected in record["expected_psnr"].items():
+        console.print(f"PSNR of {mode} over {record['steps']} steps: {expected_quality.describe(expected)}")
+    if record["expected_psnr"]:
+        console.print("PSNR of this model: cocodiff quality --model NAME")
     console.print(f"mode {AUTO}: at least the bytes of {MULTI_NODE_MODE}; its bits follow from measured step times")
     if not record["modes"][-1]["reference_bytes"]:
         console.print(
