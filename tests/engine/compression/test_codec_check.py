@@ -1,5 +1,6 @@
 """The self-check: it passes the kernels of this machine, and finds each kind of mistake."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression import codec_check, codecs
+from xfuser_cocodiff.engine.compression import codec_check, codecs, link_reference
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.settings.options import MODES
 
@@ -32,8 +33,8 @@ def test_bits_of_all_layers_of_a_tuned_schedule_are_checked(tmp_path: Path) -> N
     layers = {"a": dict.fromkeys("qkvo", (2, 4)), "b": {**dict.fromkeys("qkv", (1.6, NOT_SENT)), "o": (None, 1)}}
     file = tmp_path / "tuned.json"
     file.write_text(json.dumps(BitAllocation((0.0, 0.5), layers, 8, 0.5, 50, "model", "test").to_json()))
-    runs = list(codec_check._schedules("balanced", f"@{file}"))
-    checked = {(codec.bits, codec.sends_nothing) for steps in runs for each in steps for codec in each.values()}
+    runs = list(codec_check._runs("balanced", f"@{file}"))
+    checked = {(codec.bits, codec.sends_nothing) for run in runs for each in run.steps for codec in each.values()}
     assert checked == {(8, False), (2, False), (4, False), (1.6, False), (None, True), (None, False), (1, False)}
 
 
@@ -89,6 +90,40 @@ def test_both_ends_with_the_same_mistake_differ_from_pytorch(monkeypatch: pytest
         monkeypatch.setattr(numba_kernels, name, wrong)
     reason = codec_check.failure(kernels.NUMBA, "fast", None, CPU, tokens=64)
     assert "differ from those of PyTorch's kernels" in reason
+
+
+@pytest.mark.parametrize("function", ["scores", "encode", "decode"])
+def test_kernels_of_following_branches_are_checked(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Make the mistake only where the difference to a leading branch is coded."""
+    from xfuser_cocodiff.engine.kernels import numba_kernels
+
+    original = getattr(numba_kernels, function)
+
+    def wrong(*arguments: object) -> object:
+        result = original(*arguments)
+        if arguments[-1] is None:
+            return result
+        if function == "encode":
+            return result._replace(reference=flip_last_bit(result.reference))
+        return -result if function == "scores" else flip_last_bit(result)
+
+    monkeypatch.setattr(numba_kernels, function, wrong)
+    reason = codec_check.failure(kernels.NUMBA, "balanced", "cached=0.5,joint=1", CPU, tokens=64)
+    assert reason.endswith("in a following branch")
+    assert codec_check.failure(kernels.NUMBA, "balanced", "cached=0.5,joint=0", CPU, tokens=64) is None
+
+
+def test_int8_references_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round differently at one of two ends: conversions alternate between them."""
+    original, calls = link_reference.to_int8, itertools.count()
+
+    def wrong(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        levels, codes = original(values)
+        return levels + next(calls) % 2, codes
+
+    monkeypatch.setattr(link_reference, "to_int8", wrong)
+    reason = codec_check.failure(kernels.NUMBA, "balanced", "joint=0", CPU, tokens=64)
+    assert reason.endswith("sender and receiver have different references, int8 references")
 
 
 def test_errors_of_a_compiler_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 Sender and receiver compute references by two kernels, which a compiler may round differently. Differences of single
 bits would add up from step to step, unseen. So each codec of a mode encodes and decodes random values once, and its
-references and results are compared bit for bit, and with those of PyTorch's kernels.
+references and results are compared bit for bit, and with those of PyTorch's kernels. A second branch follows the first
+as in guided models, since kernels that code differences to a leading branch are compiled by themselves.
 """
 
-import copy
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codecs import Codec, Lead, decoded_values
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.compression.modes import FEW_STEPS, VERY_FEW_STEPS, CodecSchedule
 
@@ -25,10 +26,23 @@ _GROUPS, _HEADS, _TOKENS, _HEAD_DIM = 2, 4, 512, 128
 """Sizes of the values: full blocks of the kernels."""
 _CHANGE = 0.05
 """Change of the values from step to step, relative to the values."""
+_BRANCH_DIFFERENCE = 0.2
+"""Difference of the following branch's values to the leading one's, relative to the values."""
 _DIFFERENT, _ENERGY_TOLERANCE = 0.01, 0.01
 """Fraction of the values, and relative difference of the error, by which kernels and PyTorch's may differ: where the
 sum over a row rounds differently, its scale may be a neighboring one."""
 _BOTH_ENDS = "sender and receiver have different references"
+
+
+class _Run(NamedTuple):
+    """A run of some steps."""
+
+    steps: list[Mapping[str, Codec]]
+    """Codecs of each step."""
+    joint: float
+    """Weight of the leading branch in the difference that is coded for the following one; 0 for one branch."""
+    int8_references: bool = False
+    """Whether references are stored in int8."""
 
 
 def failure(choice: str, mode: str, overrides: str | None, device: torch.device, tokens: int = _TOKENS) -> str | None:
@@ -42,8 +56,9 @@ def failure(choice: str, mode: str, overrides: str | None, device: torch.device,
         tokens: number of tokens.
     """
     try:
-        for codecs_of_steps in _schedules(mode, overrides):
-            if reason := _failure_of_run(choice, codecs_of_steps, device, tokens):
+        runs = list(_runs(mode, overrides))
+        for run in (*runs, runs[-1]._replace(int8_references=True)):
+            if reason := _failure_of_run(choice, run, device, tokens):
                 return reason
     except Exception as error:  # of a compiler, a driver or a launch
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -52,13 +67,13 @@ def failure(choice: str, mode: str, overrides: str | None, device: torch.device,
     return None
 
 
-def _schedules(mode: str, overrides: str | None) -> Iterator[list[Mapping[str, Codec]]]:
-    """Yield the codecs of some steps of a short and a long run: keyframes, first residuals and the last step."""
+def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
+    """Yield some steps of a short and a long run: keyframes, first residuals and the last step."""
     for total, is_guided in itertools.product(_TOTALS, (False, True)):
         preset = modes.preset(mode, total, is_guided) or CodecSchedule()
         schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
         steps = sorted({0, *range(schedule.warmup, schedule.warmup + 3), total - 1} & {*range(total)})
-        yield [schedule.codecs(step, total) for step in steps]
+        yield _Run([schedule.codecs(step, total) for step in steps], schedule.joint)
         if schedule.allocation:  # bits of other layers
             keyframe = dict.fromkeys(LETTERS, schedule.keyframe_codec)
             layers = schedule.allocation.layers
@@ -66,12 +81,10 @@ def _schedules(mode: str, overrides: str | None) -> Iterator[list[Mapping[str, C
                 codec for layer in layers for step in steps for codec in schedule.codecs(step, total, layer).values()
             }
             for codec in sorted(found, key=str):
-                yield [keyframe, *[dict.fromkeys(LETTERS, codec)] * 3]
+                yield _Run([keyframe, *[dict.fromkeys(LETTERS, codec)] * 3], schedule.joint)
 
 
-def _failure_of_run(
-    choice: str, codecs_of_steps: list[Mapping[str, Codec]], device: torch.device, tokens: int
-) -> str | None:
+def _failure_of_run(choice: str, run: _Run, device: torch.device, tokens: int) -> str | None:
     """Return what is wrong in a run of some steps, or None."""
     shape = NUM_SLOTS, _GROUPS, _HEADS, tokens, _HEAD_DIM
     generator = torch.Generator().manual_seed(0)
@@ -79,31 +92,51 @@ def _failure_of_run(
     def draw() -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    first, change = ({name: draw() for name in LETTERS} for _ in range(2))
-    layer = Loopback()
-    for step, codecs in enumerate(codecs_of_steps):
-        values = {name: (first[name] + _CHANGE * step * change[name]).bfloat16() for name in LETTERS}
-        expected_layer = Loopback()
-        expected_layer.link_states = copy.deepcopy(layer.link_states)  # so that differences do not add up
-        kernels.use(choice)
-        decoded, stats = layer.send(values, codecs, seed=step)
-        kernels.use(kernels.TORCH)
-        expected, expected_stats = expected_layer.send(values, codecs, seed=step)
-        for name in LETTERS:
-            reason = _difference(layer, expected_layer, name, decoded[name], expected[name])
-            if reason:
-                return f"{name.upper()} at {codecs[name]}: {reason}"
-        energies, expected_energies = (
-            torch.stack([energy for error in each.quant_errors for energy in error] or [torch.zeros(())])
-            for each in (stats, expected_stats)
-        )
-        if not torch.allclose(energies, expected_energies, rtol=_ENERGY_TOLERANCE):
-            return f"errors {energies.tolist()} instead of {expected_energies.tolist()}"
+    first, change, difference = ({name: draw() for name in LETTERS} for _ in range(3))
+    leading = Loopback(run.joint, int8_references=run.int8_references)
+    following = Loopback(run.joint, leading, run.int8_references)
+    for step, codecs in enumerate(run.steps):
+        for branch, layer in enumerate((leading, following) if run.joint else (leading,)):
+            scales = _CHANGE * step, _BRANCH_DIFFERENCE * branch
+            values = {
+                name: (first[name] + scales[0] * change[name] + scales[1] * difference[name]).bfloat16()
+                for name in LETTERS
+            }
+            if reason := _failure_of_step(choice, layer, values, codecs, step):
+                names = ["in a following branch"] * branch + ["int8 references"] * run.int8_references
+                return ", ".join([reason, *names])
+    return None
+
+
+def _failure_of_step(
+    choice: str, layer: Loopback, values: Mapping[str, torch.Tensor], codecs: Mapping[str, Codec], step: int
+) -> str | None:
+    """Return what is wrong in a step of a branch, or None."""
+    expected_layer = layer.copy()  # so that differences do not add up
+    kernels.use(choice)
+    decoded, stats = layer.send(values, codecs, seed=step)
+    kernels.use(kernels.TORCH)
+    expected, expected_stats = expected_layer.send(values, codecs, seed=step)
+    for name in LETTERS:
+        reason = _difference(layer, expected_layer, name, codecs[name], decoded[name], expected[name])
+        if reason:
+            return f"{name.upper()} at {codecs[name]}: {reason}"
+    energies, expected_energies = (
+        torch.stack([energy for error in each.quant_errors for energy in error] or [torch.zeros(())])
+        for each in (stats, expected_stats)
+    )
+    if not torch.allclose(energies, expected_energies, rtol=_ENERGY_TOLERANCE):
+        return f"errors {energies.tolist()} instead of {expected_energies.tolist()}"
     return None
 
 
 def _difference(
-    layer: Loopback, expected_layer: Loopback, name: str, decoded: torch.Tensor, expected: torch.Tensor
+    layer: Loopback,
+    expected_layer: Loopback,
+    name: str,
+    codec: Codec,
+    decoded: torch.Tensor,
+    expected: torch.Tensor,
 ) -> str | None:
     """Return what is wrong with a tensor after a step, or None."""
     state, expected_state = (each.link_states[name, ALL_HEADS] for each in (layer, expected_layer))
@@ -111,7 +144,9 @@ def _difference(
     for gain in (0.0, 1.0):  # without the reference of the step before, and with it
         if not torch.equal(sent.predict(gain), received.predict(gain)):
             return _BOTH_ENDS
-    if not torch.equal(decoded, received.predict()):
+    # References are rounded where they are stored in int8, or converted to a difference after they arrived.
+    is_rounded = layer.int8_references or (layer.leader is not None and codec.is_exact)
+    if not is_rounded and not torch.equal(decoded, _held_values(layer, name)):
         return "the receiver decodes other values than its reference"
     different = (decoded != expected).float().mean().item()
     if different > _DIFFERENT:
@@ -120,3 +155,12 @@ def _difference(
     if gains is not None and (gains.int() - expected_gains.int()).abs().max() > 1:
         return f"gains {gains.tolist()} instead of {expected_gains.tolist()}"
     return None
+
+
+def _held_values(layer: Loopback, name: str) -> torch.Tensor:
+    """Return the values of a tensor that the receiver's reference stands for, (L, G, H, T, D)."""
+    received = layer.link_states[name, ALL_HEADS].received
+    if layer.leader is None:
+        return decoded_values(received, None)
+    leading = layer.leader.link_states[name, ALL_HEADS].received
+    return decoded_values(received, Lead(leading, received.weight, received.weight))

@@ -1,5 +1,6 @@
 """A layer whose messages return to the rank that sends them: codecs run as in collectives, without communication."""
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -15,11 +16,24 @@ _MESSAGES = ("qkv", "o")
 
 
 class Loopback:
-    """A layer by heads on one of two coordinates of a slow axis, both ends of whose link are in this process."""
+    """A layer by heads on one of two coordinates of a slow axis, both ends of whose link are in this process.
 
-    def __init__(self) -> None:
+    Args:
+        joint: weight of the leading branch in the difference that is coded for the following one.
+        leader: this layer in the leading branch, which sends first in each step; None for that branch.
+        int8_references: whether references are stored in int8.
+    """
+
+    def __init__(self, joint: float = 0.0, leader: "Loopback | None" = None, int8_references: bool = False) -> None:
+        self.joint, self.leader, self.int8_references = joint, leader, int8_references
         self.link_states: dict = {}
         """Link states by tensor and head group; the received references are those of the other end."""
+
+    def copy(self) -> "Loopback":
+        """Return a layer with copies of the link states, and with the same leading branch."""
+        copied = copy.copy(self)
+        copied.link_states = copy.deepcopy(self.link_states)
+        return copied
 
     def send(
         self, values: Mapping[str, torch.Tensor], codecs: Mapping[str, Codec], seed: int = 0
@@ -29,12 +43,22 @@ class Loopback:
         Args:
             values: (NUM_SLOTS, G, H, T, D) for each of q, k, v and o.
             codecs: codec of each tensor.
-            seed: seed of random token scores.
+            seed: number of the step, which is also the seed of random token scores.
 
         Returns:
             What the other end decodes of each tensor, (1, G, H, T, D), and the statistics of the step.
         """
-        layer_codecs = LayerCodecs(None, codecs, self.link_states, CodecStats(), seed)
+        layer_codecs = LayerCodecs(
+            None,
+            codecs,
+            self.link_states,
+            CodecStats(),
+            step=seed,
+            int8_references=self.int8_references,
+            joint=self.joint,
+            leader=self.leader.link_states if self.leader else None,
+            keeps_values=bool(self.joint) and self.leader is None,
+        )
         decoded: dict[str, torch.Tensor] = {}
         for names in _MESSAGES:
             sent = [values[name] for name in names]
