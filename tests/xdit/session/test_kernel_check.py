@@ -50,6 +50,13 @@ def test_ranks_agree_on_kernels(backends: list[str], failures: list[str | None],
             assert len(warnings) == 1 and "on 1 of 2 ranks (rank 1: triton, bits)" in warnings[0]
 
 
+def test_ranks_without_triton_make_all_use_pytorch() -> None:
+    """Sender and receiver would compute their references by different kernels."""
+    for found, _, warnings in ranks.run(checked, 2, ["triton", "torch"], [None, None], "balanced"):
+        assert found == "torch"
+        assert len(warnings) == 1 and "different kernels (rank 0: triton, rank 1: torch)" in warnings[0]
+
+
 def test_lossless_modes_and_cpus_are_not_checked() -> None:
     for found, calls, _ in ranks.run(checked, 2, ["triton"] * 2, ["bits"] * 2, "exact"):
         assert (found, calls) == ("auto", [])

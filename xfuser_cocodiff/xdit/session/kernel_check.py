@@ -1,5 +1,6 @@
 """Agrees, at the start of a session, on kernels that pass their self-check on all ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from xfuser_cocodiff.xdit.platforms.platform import compute_device
 def with_checked_kernels(config: CocoDiffConfig, group: dist.ProcessGroup | None) -> CocoDiffConfig:
     """Return the config with kernels that pass their self-check on all ranks: PyTorch's where others fail on one.
 
+    They are also PyTorch's if ranks have different ones, as where one lacks Triton or a compiler.
     It also compiles them. All ranks must call this; all of them get the same kernels. Kernels of CPUs are not checked:
     tests cover them.
 
@@ -31,17 +33,33 @@ def with_checked_kernels(config: CocoDiffConfig, group: dist.ProcessGroup | None
     backend, found = kernels.backend_for(device), None
     if backend != kernels.TORCH and (found := codec_check.failure(backend, config.mode, config.schedule, device)):
         found = f"{backend}, {found}"
-    reasons = [found]
+    results = [(backend, found)]
     if group is not None:
-        reasons = [None] * group.size()
+        results = [("", None)] * group.size()
         with failure_detection.report_failed_ranks(group, "self-check of kernels"):
-            dist.all_gather_object(reasons, found, group=group)
-    failed = {rank: reason for rank, reason in enumerate(reasons) if reason}
-    if not failed:
+            dist.all_gather_object(results, (backend, found), group=group)
+    problem = _problem(results)
+    if problem is None:
         return config
-    rank, reason = next(iter(failed.items()))
     warn_once(
-        f"kernels fail their self-check on {len(failed)} of {len(reasons)} ranks (rank {rank}: {reason}): all ranks "
-        "use those of PyTorch, which are slower; update Triton and the driver"
+        f"{problem}: all ranks use those of PyTorch, which are slower; update Triton and the driver, alike on all hosts"
     )
     return replace(config, kernels=kernels.TORCH)
+
+
+def _problem(results: Sequence[tuple[str, str | None]]) -> str | None:
+    """Return why ranks cannot use their kernels, given each rank's backend and failure; None if they can.
+
+    Backends round differently, so that both ends of a link need the same one.
+    """
+    failed = {rank: reason for rank, (_, reason) in enumerate(results) if reason}
+    if failed:
+        rank, reason = next(iter(failed.items()))
+        return f"kernels fail their self-check on {len(failed)} of {len(results)} ranks (rank {rank}: {reason})"
+    first_rank_of: dict[str, int] = {}
+    for rank, (backend, _) in enumerate(results):
+        first_rank_of.setdefault(backend, rank)
+    if len(first_rank_of) == 1:
+        return None
+    named = ", ".join(f"rank {rank}: {backend}" for backend, rank in first_rank_of.items())
+    return f"ranks have different kernels ({named})"
