@@ -9,7 +9,8 @@ from xfuser_cocodiff.engine.compression.expected_quality import GUIDED, MEASURED
 
 PAGE = Path(__file__).parents[3] / "docs/quality.md"
 ROW = re.compile(
-    r"^\| (?P<model>\S*) ?\| (?P<steps>\d*) ?\| `(?P<mode>\w+)` \|[^|]*\|([^|]*)\|[^|]*\|([^|]*)\|$", re.MULTILINE
+    r"^\| (?P<model>\S*) ?\| (?P<steps>\d*) ?\| `(?P<mode>\w+)` \|[^|\n]*\|([^|\n]*)\|[^|\n]*\|([^|\n]*)\|$",
+    re.MULTILINE,
 )
 
 
