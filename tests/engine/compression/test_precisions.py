@@ -108,7 +108,7 @@ def test_the_runtime_applies_the_precision_of_each_kind() -> None:
             assert layer_codecs.keyframe_codec.is_exact == (number == 2)
         runtime.end_step()
         load = runtime.take_load()
-        assert load.was_keyframe == (step == 0) and runtime.take_load() is None
+        assert load.is_representative == (step > 0) and runtime.take_load() is None
         assert {kind.name: (each.calls, each.sent_bytes, each.exact_bytes) for kind, each in load.kinds.items()} == {
             "blocks.*.attn": (2, 6, 20),
             "single.*.attn": (1, 3, 10),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.engine.compression.test_runtime import partition_on
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_schedule_tuner import CPU, FakeClock
@@ -21,6 +22,7 @@ from xfuser_cocodiff.engine.compression.precisions import (
     StepLoad,
 )
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -90,7 +92,7 @@ class Steps:
 
     @property
     def is_decided(self) -> bool:
-        return bool(self.tuner.choices) and not self.tuner.is_undecided
+        return bool(self.tuner.choices) and self.tuner.settled
 
     def seconds(self, precisions: tuple[float, ...]) -> float:
         """Return the step time at some precisions."""
@@ -105,7 +107,7 @@ class Steps:
             kind: KindLoad(CALLS[kind], round(CALLS[kind] * EXACT_BYTES * SHARES[each]), CALLS[kind] * EXACT_BYTES)
             for kind, each in zip(self.kinds, ran, strict=True)
         }
-        self.tuner.end_tuned_step(StepLoad(loads, was_keyframe), is_usual)
+        self.tuner.end_tuned_step(StepLoad(loads, not was_keyframe), is_usual)
         return ran
 
     def decide(self, limit: int = 100) -> list[tuple[float, ...]]:
@@ -254,6 +256,52 @@ def test_ranks_that_disagree_start_over(clock: FakeClock) -> None:
     assert steps.precisions in best_by_hand(steps)
 
 
+def test_steps_of_another_size_with_undecided_schedules_do_not_delay_the_choice(clock: FakeClock) -> None:
+    steps = Steps(clock, ALL_EXACT_SECONDS / 0.02)
+    small = DOUBLE._replace(sizes=SIZES._replace(num_values=64))
+    steps.run(was_keyframe=True)
+    for _ in range(T0_STEPS):
+        assert not steps.tuner.choices
+        clock.now += 9.0
+        steps.tuner.end_tuned_step(StepLoad({small: KindLoad(1, 1, 10)}, True), is_usual=False)
+        steps.run()
+    assert steps.precisions == (LOSSLESS, LOSSLESS) and steps.tuner.settled
+
+
+def run_auto_guided(clock: FakeClock, length: int) -> tuple[bool, list[set[float]]]:
+    """Run guided runs of a few steps, and return whether all is chosen, and the precisions of each step."""
+    runtime = CodecRuntime(partition_on("cpu"), "auto", None, None, list)
+    tuner = PrecisionTuner(lambda kind, size: 0.0, list, lambda value: True, CPU)
+    ran: list[set[float]] = []
+
+    def precision_of(kind: LayerKind) -> float:
+        ran[-1].add(precision := tuner.precision_of(kind))
+        return precision
+
+    runtime.precision_of = precision_of
+    for _ in range(3):
+        runtime.begin_run(length)
+        tuner.begin_run()
+        for _ in range(length):
+            ran.append(set())
+            for branch in (0, 1):
+                for layer in range(3):
+                    stats = runtime.layer_codecs(f"blocks.{layer}", layer, branch, SIZES).stats
+                    stats.sent_bytes, stats.exact_bytes = 1, 10
+            clock.now += 1.0
+            runtime.end_step()
+            tuner.end_tuned_step(runtime.take_load(), is_usual=True)
+    return tuner.settled, ran
+
+
+@pytest.mark.parametrize("length", [4, 6, 8, 12])
+def test_short_guided_runs_are_tuned(clock: FakeClock, length: int) -> None:
+    settled, ran = run_auto_guided(clock, length)
+    assert settled
+    # Guidance shows in the first step: kinds of the schedule before it are not tuned.
+    assert ran[1 - length :] == [{LOSSLESS}] * (length - 1)
+
+
 # On ranks.
 
 
@@ -347,7 +395,8 @@ def run_with_links(rank: int, rate: float) -> tuple[list[float], list[bool]]:
             assert {each.schedule for each in session.precision_tuner._kinds.values()} == {
                 *map(session.runtime.precision_of, session.precision_tuner._kinds)
             }
-            precisions.append(session.runtime.precision_of(next(iter(session.precision_tuner._kinds))))
+            kinds = [*session.precision_tuner._kinds]
+            precisions.append(session.runtime.precision_of(kinds[0]) if kinds else SCHEDULED)
             clock.now += 1.0
             session.runs.end_step()
         assert {kind.gathers_kv for kind in session.precision_tuner._kinds} == {True}

@@ -62,8 +62,8 @@ class StepLoad:
     """What the layers of all kinds sent in one step."""
 
     kinds: dict[LayerKind, KindLoad]
-    was_keyframe: bool
-    """Whether the step used no references of earlier steps."""
+    is_representative: bool
+    """Whether all layers used references of earlier steps, and later steps have the same schedule."""
 
 
 def kind_name(layer: str) -> str:

@@ -270,7 +270,15 @@ class CodecRuntime:
         self.schedule = self._schedule_for(self.total)
         self._precisions = precisions.precisions_of(self.schedule, self.total)
         for state in self._states.values():
-            state.kind = state.kind._replace(schedule=str(self.schedule), precisions=self._precisions)
+            state.kind = self._at_schedule(state.kind)
+        if self.load:
+            # Kinds of the schedule before never run again in this run, and must not wait for a choice.
+            kinds = {self._at_schedule(kind): load for kind, load in self.load.kinds.items()}
+            self.load = StepLoad(kinds, is_representative=False)
+
+    def _at_schedule(self, kind: LayerKind) -> LayerKind:
+        """Return a kind of layer at the schedule of the run."""
+        return kind._replace(schedule=str(self.schedule), precisions=self._precisions)
 
     def _decide_on_keyframe(self, report: StepReport, since: StepReport | None = None) -> None:
         """Decide whether the next step is lossless, by the errors of a step on all ranks.
@@ -295,7 +303,7 @@ class CodecRuntime:
         states = list(self._states.values())
         stats = [state.stats for state in states]
         was_keyframe = self._forces_keyframe or self.schedule.is_keyframe_step(self.step)
-        self.load = StepLoad(self._load_of_kinds(), was_keyframe)
+        self.load = StepLoad(self._load_of_kinds(), not was_keyframe)
         for state in states:
             state.stats = CodecStats()
         report = StepReport(

@@ -103,9 +103,7 @@ class PrecisionTuner(StepTuner):
 
     def precision_of(self, kind: LayerKind) -> float:
         """Return the precision of a kind of layer at this step, the same on all ranks."""
-        if kind not in self._kinds:
-            self._kinds[kind] = KindCandidates(kind, self._cached(kind))
-        return self._kinds[kind].schedule
+        return (self._kinds.get(kind) or KindCandidates(kind, self._cached(kind))).schedule
 
     @property
     def choices(self) -> dict[LayerKind, PrecisionChoice]:
@@ -125,14 +123,14 @@ class PrecisionTuner(StepTuner):
             load: what was sent; None if nothing was encoded.
             is_usual: whether the step ran as all later steps will, with overlap schedules that are chosen.
         """
-        if not is_usual:
-            self._seconds.clear()
         for kind, of_kind in load.kinds.items() if load else ():
-            if (each := self._kinds.get(kind)) is None:
-                continue
-            each.calls, each.is_representative = of_kind.calls, is_usual and not load.was_keyframe
+            each = self._kinds.setdefault(kind, KindCandidates(kind, self._cached(kind)))
+            each.calls, each.is_representative = of_kind.calls, is_usual and load.is_representative
             if each.is_representative and each.schedule == SCHEDULED:
                 each.load = of_kind
+        if not is_usual:  # the schedules of these layers change: their steps before are not like later ones
+            for workload in [each for each in self._seconds if any(kind.calls for kind, _ in each)]:
+                del self._seconds[workload]
         self.end_step()
 
     def _choose(self, layers: Sequence[KindCandidates], passes: Sequence[Mapping[int, float]]) -> None:

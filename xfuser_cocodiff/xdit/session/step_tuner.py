@@ -48,18 +48,20 @@ class StepTuner:
         """Number of steps in a row with another workload."""
         self._seconds: dict[_Workload, list[float]] = {}
         """Step time of each complete round, in seconds, by workload."""
+        self._last: Sequence[Candidates[Any]] = ()
+        """Candidates of the layers of the last step that had any; others may never run again."""
         self._step_start: float | None = None
         """Start time of the current step; None where the step is not timed."""
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a choice among known candidates is still to be made."""
-        return any(each.chosen is None for each in self._candidates())
+        """Whether a layer that has run in the current step has no choice yet."""
+        return any(each.calls and each.chosen is None for each in self._candidates())
 
     @property
     def settled(self) -> bool:
-        """Whether there are candidates, and all choices are made."""
-        return bool(self._candidates()) and not self.is_undecided
+        """Whether there are candidates, and all of the last step with any are chosen."""
+        return bool(self._last) and all(each.chosen is not None for each in self._last)
 
     def begin_run(self) -> None:
         """Begin a run. All ranks use PLUGIN in its first step, which is not timed.
@@ -85,6 +87,7 @@ class StepTuner:
                 self._is_new_run = False
                 self._drop_rounds_unless_equal()
             self._end_round(workload)
+        self._last = [each for each in self._candidates() if each.calls] or self._last
         for each in self._candidates():
             each.end_step()
         # Unless the device was synchronized, it may still be busy with the last step.
