@@ -25,8 +25,8 @@ MEASURED: dict[tuple[str, str], dict[int, _Psnr]] = {
         50: _Psnr(55.2, 53.6),
     },
     ("FLUX.1-dev", "fast"): {4: _Psnr(48.3, 41.2), 8: _Psnr(52.1, 46.3), 20: _Psnr(49.3, 42.6), 50: _Psnr(53.0, 47.9)},
-    ("SD3.5", "balanced"): {8: _Psnr(35.6, 30.6)},
-    ("SD3.5", "fast"): {8: _Psnr(31.2, 24.2)},
+    ("SD3.5", "balanced"): {8: _Psnr(35.6, 30.6), 20: _Psnr(39.3, 34.8)},
+    ("SD3.5", "fast"): {8: _Psnr(31.2, 24.2), 20: _Psnr(29.9, 23.2)},
     ("Wan2.1-T2V", "balanced"): {
         4: _Psnr(42.6, 35.6),
         8: _Psnr(41.3, 37.6),
