@@ -15,6 +15,7 @@ from tests.engine.compression.test_runtime import SIZES, reference_value, runtim
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session import runs, step_key
 from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES, Runs
@@ -341,6 +342,78 @@ def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
 # Whole loops around xDiT's FLUX, on real ranks.
 
 STEPS = 14
+
+
+# Branches in one batch.
+
+
+class Denoiser(nn.Module):
+    """A transformer whose call is never made: only its arguments count."""
+
+    def forward(self, hidden_states: torch.Tensor) -> None: ...
+
+
+def batched_branches(
+    session: FakeSession, steps: Iterable[list[torch.Tensor]]
+) -> tuple[list[int], list[CodecSchedule]]:
+    """Return the number of branches that each call of a run of 8 steps has in its batch, and the schedule of it.
+
+    Args:
+        session: the session.
+        steps: latents of the calls of each step.
+    """
+    model = Denoiser()
+    root = RootModule(model, lambda: True, session.runs.before_call)
+    session.roots.append(root)
+    counts, schedules = [], []
+    session.runs.begin(8)
+    for calls in steps:
+        for latents in calls:
+            session.runs.before_call(root, (), {"hidden_states": latents})
+            session.runtime.layer_codecs("a", 1, root.calls, SIZES, batched_branches=root.batched_branches)
+            root.calls += 1
+            counts.append(root.batched_branches)
+            schedules.append(session.runtime.schedule)
+        session.runs.end_step()
+    session.runs.end()
+    return counts, schedules
+
+
+UNGUIDED, GUIDED = preset("balanced", 8), preset("balanced", 8, is_guided=True)
+
+
+def test_equal_halves_of_a_batch_are_branches() -> None:
+    steps = [[torch.full((2, 4), float(step))] for step in range(4)]
+    assert batched_branches(FakeSession(), steps) == ([2] * 4, [UNGUIDED, *[GUIDED] * 3])
+
+
+def test_two_prompts_with_one_seed_are_no_branches() -> None:
+    """Their latents are equal in the first step only, whichever number of calls it has."""
+    for calls in (1, 2):
+        steps = [[torch.stack([torch.zeros(4), torch.full((4,), float(step))])] * calls for step in range(4)]
+        counts, schedules = batched_branches(FakeSession(), steps)
+        assert counts == [2] * calls + [1] * (3 * calls)
+        assert schedules == [UNGUIDED] * 4 or calls == 2
+
+
+def test_branches_are_not_counted_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing latents waits for the device, at which a capture fails; they are compared at the next call."""
+    captured = iter((True, False, False))
+    monkeypatch.setattr(runs, "is_captured", lambda: next(captured))
+    assert batched_branches(FakeSession(), [[torch.zeros(2, 4)]] * 3)[0] == [1, 2, 2]
+
+
+def test_a_freed_transformer_tells_nothing_of_the_next_one() -> None:
+    """The next one may have its id on some ranks, which would then take no part in the collective."""
+    session, asked = FakeSession(), []
+    session.runs = Runs(lambda: session.runtime, lambda: None, lambda value: asked.append(value) or True)
+    session.runs.begin(8)
+    for _ in range(3):
+        model = Denoiser()
+        root = RootModule(model, lambda: True, session.runs.before_call)
+        session.runs.before_call(root, (), {"hidden_states": torch.zeros(2, 4)})
+        del root
+    assert asked == [2, 2, 2]
 
 
 class Loops:

@@ -260,9 +260,9 @@ class CodecRuntime:
             self.end_run()
 
     def _update_schedule(self) -> None:
-        """Take the schedule of runs with guidance from the next step on, if this step had several branches.
+        """Take the schedule of runs with guidance from the next step on, if the run has had several branches.
 
-        The order of calls and their batches tell, which are equal on all ranks.
+        The order of calls and :meth:`note_branches` tell, which are equal on all ranks.
         """
         if self._is_guided or not self._has_branches:
             return
@@ -279,6 +279,12 @@ class CodecRuntime:
     def _at_schedule(self, kind: LayerKind) -> LayerKind:
         """Return a kind of layer at the schedule of the run."""
         return kind._replace(schedule=str(self.schedule), precisions=self._precisions)
+
+    def note_branches(self) -> None:
+        """Note that batches have several branches of guidance, which holds from this step on if it has no call yet."""
+        self._has_branches = True
+        if all(state.last_step != self.step for state in self._states.values()):
+            self._update_schedule()
 
     def _decide_on_keyframe(self, report: StepReport, since: StepReport | None = None) -> None:
         """Decide whether the next step is lossless, by the errors of a step on all ranks.
@@ -371,7 +377,7 @@ class CodecRuntime:
             batched_branches: number of branches in the call's batch.
         """
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches, gathers_kv, gathers_lossless)
-        self._has_branches |= branch > 0 or batched_branches > 1
+        self._has_branches |= branch > 0
         if state is None or not (self._partition or self.virtual_ranks):
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
@@ -394,7 +400,7 @@ class CodecRuntime:
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches)
-        self._has_branches |= branch > 0 or batched_branches > 1
+        self._has_branches |= branch > 0
         if state is None or self._ring_partition is None:
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)

@@ -1,6 +1,6 @@
 """Branches of guidance in one call: the batch then has the same latents for each of them, one after the other."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,17 @@ from xfuser_cocodiff.xdit.layers.root_module import RootModule
 LATENTS = ("hidden_states", "x")
 """Names of the argument that holds latents; the first that is present counts."""
 _COUNTS = (2, 3)
+
+
+class BatchedBranches(NamedTuple):
+    """What is known of the branches in batches of one size."""
+
+    count: int
+    """Number of branches; 1 if there are none."""
+    step: int
+    """Step of the run at which the latents were compared last."""
+    is_doubtful: bool
+    """Whether the latents may be those of several prompts, which one seed makes equal in the first step only."""
 
 
 def latents_of(root: RootModule, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -5,7 +5,8 @@ prompts; if steps of another run end between its calls, both are lossless from t
 are detected from the arguments of the calls; see :mod:`step_key`.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.patching.log import warn_once
+from xfuser_cocodiff.xdit.platforms.platform import is_captured
 from xfuser_cocodiff.xdit.session import batched_branches
+from xfuser_cocodiff.xdit.session.batched_branches import BatchedBranches
 from xfuser_cocodiff.xdit.session.step_key import StepKey, UnknownStepError, prompts_of
 
 MAX_BRANCHES = 16
@@ -45,8 +48,10 @@ class Run:
     """Whether the rest of the run is lossless, since its steps cannot be told apart."""
     prompts: dict[tuple[int, int], StepKey] = field(default_factory=dict)
     """First key of each transformer (by id) and branch, recorded while only the prompt identifies a call's run."""
-    batched_branches: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of branches in the batch of each transformer (by id) at each batch size."""
+    batched_branches: MutableMapping[RootModule, dict[int, BatchedBranches]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """Branches in the batch of each transformer, by batch size. Not by id: a rank may use one again, another not."""
     prompt_values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     """Copies of the prompts in :attr:`prompts`, for a run that may be abandoned."""
 
@@ -188,16 +193,22 @@ class Runs:
     def _batched_branches(self, runtime: CodecRuntime, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> int:
         """Return the number of branches in the batch of a call, if branches are coded together.
 
-        It is found at the first call of a run with each batch size. A rank may hold a part of the latents.
+        It is found at the first call of a run with each batch size, and confirmed in a later step. A rank may hold a
+        part of the latents.
         """
         latents = batched_branches.latents_of(root, args, kwargs) if runtime.schedule.joint else None
-        if latents is None or len(latents) == 1:
+        if latents is None or len(latents) == 1 or is_captured():  # where the host cannot wait for the device
             return 1
-        known, key = root.run.batched_branches, (id(root), len(latents))
-        if key not in known:
+        run, known = root.run, root.run.batched_branches.setdefault(root, {})
+        found = known.get(len(latents))
+        if found is None or (found.is_doubtful and found.step < run.steps):
             count = batched_branches.count_branches(latents)
-            known[key] = count if self._all_agree(count) else 1
-        return known[key]
+            if not self._all_agree(count) or (found and count != found.count):
+                count = 1
+            if found and count > 1:
+                runtime.note_branches()
+            known[len(latents)] = found = BatchedBranches(count, run.steps, is_doubtful=not found and count > 1)
+        return found.count
 
     @property
     def reason(self) -> str:
