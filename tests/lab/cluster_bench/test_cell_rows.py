@@ -123,11 +123,25 @@ def test_a_mode_and_best_stock_are_the_fastest_measured_split() -> None:
 def test_auto_is_the_highest_precision_that_adds_three_percent(seconds: tuple[float, ...], expected: int) -> None:
     names = precision_variants("auto@slow_axes=node")
     rows = [
-        {"mode": name, "variant": name, "step_seconds": each and [each] * 3, "predicted_seconds": 2.0}
+        {"mode": name, "variant": name, "step_seconds": each and [each] * 3, "predicted_seconds": 2.0, "valid": True}
         for name, each in zip(names, seconds, strict=True)
     ]
     *_, row = cell_rows.compare(rows, {}, {"auto@slow_axes=node": names})
     assert (row["mode"], row["variant"]) == ("auto@slow_axes=node", names[expected])
+
+
+@pytest.mark.parametrize(("invalid", "expected"), [(0, 0), (1, 0), (2, 1), (3, 2)])
+def test_invalid_measurements_do_not_decide_the_row_of_auto(invalid: int, expected: int) -> None:
+    """The first one ends the choice; if it is that of the lowest precision, the row is invalid for its reason."""
+    names = precision_variants("auto")
+    rows: list[dict[str, Any]] = [
+        {"mode": name, "variant": name, "step_seconds": [2.0] * 3, "valid": True, "invalid_because": []}
+        for name in names
+    ]
+    rows[invalid] |= {"valid": False, "invalid_because": ["no idle core"]}
+    *_, row = cell_rows.compare([{**each, "predicted_seconds": 2.0} for each in rows], {}, {"auto": names})
+    assert row["variant"] == names[expected]
+    assert (row["valid"], row["invalid_because"]) == ((False, ["no idle core"]) if invalid == 0 else (True, []))
 
 
 def test_precisions_that_are_predicted_to_be_slow_are_not_measured() -> None:

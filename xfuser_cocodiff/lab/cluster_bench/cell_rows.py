@@ -262,10 +262,13 @@ def _highest_precision(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of the precision that mode `auto` chooses, given the rows of all, lowest first.
 
     The first one that takes too long ends the choice, as in a run. Precisions that were not measured, since they are
-    predicted to take too long, are not chosen.
+    predicted to take too long, are not chosen. An invalid measurement decides nothing: it ends the choice too, and if
+    it is that of the lowest precision, that row is returned, which is invalid.
     """
     lowest = chosen = rows[0]
     for row in rows[1:]:
+        if lowest["valid"] is False or row["valid"] is False:
+            break
         if bool(row["step_seconds"]) != bool(lowest["step_seconds"]):
             break
         if row_seconds(row) > (1 + MAX_COST) * row_seconds(lowest):
