@@ -2,6 +2,9 @@
 
 import os
 import time
+from pathlib import Path
+
+import pytest
 
 from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
 
@@ -30,8 +33,20 @@ def test_idle_shares_between_two_readings() -> None:
     assert later.idle_shares(later) == {0: 1.0, 1: 1.0}
 
 
+def test_niced_programs_keep_cores_busy_for_niced_ranks() -> None:
+    earlier, later = (CoreTimes.parse(text, {0, 1}, preempts_niced=False) for text in (EARLIER, LATER))
+    assert later.idle_shares(earlier) == {0: 0.5, 1: 0.6}
+
+
+@pytest.mark.parametrize(("nice", "niced_ticks"), [(-5, 40), (0, 40), (1, 0), (19, 0)])
+def test_the_nice_value_of_this_process_decides(monkeypatch: pytest.MonkeyPatch, nice: int, niced_ticks: int) -> None:
+    monkeypatch.setattr(os, "getpriority", lambda which, who: nice)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1})
+    monkeypatch.setattr(Path, "read_text", lambda path: LATER)
+    assert CoreTimes.now().idle == {1: 560 + niced_ticks}
+
+
 def test_a_busy_core_is_not_idle() -> None:
-    """Unless these tests are niced themselves."""
     [core, *_] = cores = sorted(os.sched_getaffinity(0))
     earlier = CoreTimes.now()
     assert sorted(earlier.total) == cores
@@ -40,6 +55,6 @@ def test_a_busy_core_is_not_idle() -> None:
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
             pass
-        assert (CoreTimes.now().idle_shares(earlier)[core] > 0.2) == (os.nice(0) > 0)
+        assert CoreTimes.now().idle_shares(earlier)[core] <= 0.2
     finally:
         os.sched_setaffinity(0, cores)

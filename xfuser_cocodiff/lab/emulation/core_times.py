@@ -7,8 +7,8 @@ from pathlib import Path
 
 _CORE = re.compile(r"^cpu(\d+) (.*)$", re.MULTILINE)
 _NICED, _IDLE, _WAITING, _GUEST = 1, 3, 4, 8
-"""Columns of /proc/stat (man 5 proc): programs with a positive nice value, which any rank that wakes up preempts; idle;
-waiting for input or output; the first of the guests, which are contained in other columns."""
+"""Columns of /proc/stat (man 5 proc): programs with a positive nice value; idle; waiting for input or output; the first
+of the guests, which are contained in other columns."""
 
 
 @dataclass(frozen=True)
@@ -16,22 +16,34 @@ class CoreTimes:
     """Times of each core since the machine started, in ticks of the kernel (10 ms)."""
 
     idle: dict[int, int]
-    """Idle time by core; waiting for input or output and time of niced programs included."""
+    """Idle time by core; waiting for input or output included, and time of niced programs if ranks preempt them."""
     total: dict[int, int]
     """Time by core; what a hypervisor gave to others counts as not idle."""
 
     @classmethod
     def now(cls) -> "CoreTimes":
-        """Return the times of the cores that this process may use."""
-        return cls.parse(Path("/proc/stat").read_text(), os.sched_getaffinity(0))
+        """Return the times of the cores that this process may use.
+
+        Ranks have this process's nice value. Without a positive one, they preempt niced programs as they wake up; with
+        one, they share cores with these, and their own time is in that column.
+        """
+        preempts_niced = os.getpriority(os.PRIO_PROCESS, 0) <= 0
+        return cls.parse(Path("/proc/stat").read_text(), os.sched_getaffinity(0), preempts_niced)
 
     @classmethod
-    def parse(cls, text: str, cores: set[int]) -> "CoreTimes":
-        """Parse the contents of /proc/stat."""
+    def parse(cls, text: str, cores: set[int], preempts_niced: bool = True) -> "CoreTimes":
+        """Parse the contents of /proc/stat.
+
+        Args:
+            text: the contents.
+            cores: numbers of the cores.
+            preempts_niced: whether cores that run niced programs are free for ranks.
+        """
         columns = {int(core): [int(ticks) for ticks in times.split()] for core, times in _CORE.findall(text)}
         own = {core: columns[core] for core in sorted(cores)}
+        free = (_IDLE, _WAITING, *[_NICED] * preempts_niced)
         return cls(
-            {core: times[_NICED] + times[_IDLE] + times[_WAITING] for core, times in own.items()},
+            {core: sum(times[column] for column in free) for core, times in own.items()},
             {core: sum(times[:_GUEST]) for core, times in own.items()},
         )
 
