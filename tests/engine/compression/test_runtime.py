@@ -344,6 +344,17 @@ def test_another_transformer_drops_references_of_the_one_before(order: str, keyf
     assert one.planned_reference_bytes == (1 if keyframes[-1] == 4 else 2) * need
 
 
+def test_a_step_in_which_a_layer_begins_is_not_representative() -> None:
+    one = runtime("auto")
+    one.begin_run(20)
+    found = []
+    for step in range(6):
+        one.layer_codecs("a", 1 + (step > 3), 0, SIZES, transformer=step > 3)
+        one.end_step()
+        found.append(one.take_load().is_representative)
+    assert found == [False, True, True, True, False, True]
+
+
 def test_the_memory_budget_covers_the_current_transformer_only() -> None:
     logged: list[str] = []
     need = ReferenceBytes.of(SIZES, preset("balanced", 20), 2).full

@@ -302,6 +302,51 @@ def test_short_guided_runs_are_tuned(clock: FakeClock, length: int) -> None:
     assert ran[1 - length :] == [{LOSSLESS}] * (length - 1)
 
 
+def test_loads_that_shrink_with_more_bits_are_timed_instead_of_predicted(clock: FakeClock) -> None:
+    """A keyframe's bytes may have been taken for those of the lowest precision."""
+    steps = Steps(clock, ALL_EXACT_SECONDS / 0.5, hidden=0.0, kinds=(DOUBLE,))
+    steps.tuner._predict = lambda kind, size: 0.9 if size < EXACT_BYTES / 5 else size / steps._rate
+    ran = steps.decide()
+    assert len(ran) > 1 + T0_STEPS and steps.precisions[0] in (SCHEDULED, 4.0)
+    assert steps.seconds(steps.precisions) <= 1.03 * steps.seconds((SCHEDULED,))
+
+
+@pytest.mark.parametrize("interrupted_steps", [0, 3])
+def test_a_choice_that_one_rank_has_missed_is_dropped_by_all(clock: FakeClock, interrupted_steps: int) -> None:
+    """A rank is interrupted between the last mean and its choice; the other one has chosen, and perhaps run on."""
+    chosen, missed = (Steps(clock, ALL_EXACT_SECONDS / 0.02) for _ in range(2))
+    for each in (chosen, missed):
+        for _ in range(T0_STEPS):
+            each.run()
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(missed.tuner, "_choose", side_effect=KeyboardInterrupt):
+        missed.run()
+    for _ in range(1 + interrupted_steps):
+        chosen.run()
+    assert chosen.tuner.settled and not missed.tuner.choices
+    told: list[list[object]] = []
+    for each in (chosen, missed):
+        told.append([])
+        each.tuner._all_agree = lambda value: bool(told[-1].append(value))  # False
+        each.tuner.begin_run()
+        assert each.run(was_keyframe=True) == (SCHEDULED, SCHEDULED)  # messages of one size
+    assert [len(each) for each in told] == [1, 1] and told[0] != told[1]
+    assert chosen.tuner.choices == missed.tuner.choices == {}
+    for _ in range(T0_STEPS):
+        assert chosen.run() == missed.run() == (SCHEDULED, SCHEDULED)
+    assert chosen.precisions == missed.precisions == (LOSSLESS, LOSSLESS)
+
+
+def test_a_choice_on_which_ranks_agree_is_used_from_the_first_step_on(clock: FakeClock) -> None:
+    steps = Steps(clock, ALL_EXACT_SECONDS / 0.02)
+    steps.decide()
+    first = []
+    for _ in range(3):
+        steps.tuner.begin_run()
+        first.append(steps.run(was_keyframe=True))
+        assert steps.run() == (LOSSLESS, LOSSLESS)
+    assert first == [(SCHEDULED, SCHEDULED), (LOSSLESS, LOSSLESS), (LOSSLESS, LOSSLESS)]
+
+
 # On ranks.
 
 

@@ -209,6 +209,20 @@ def test_signatures_that_alternate_without_declared_runs_are_all_tuned(clock: Fa
     assert [each.chosen for each in candidates] == [FLAT] * 2
 
 
+def test_ranks_with_different_choices_start_over_after_a_step_by_the_plugins_schedule(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, layer, stock=0.5)
+    for _ in range(1 + len(ROUNDS)):
+        steps.run(layer)
+    assert layer.chosen == FLAT
+    steps.tuner._all_agree = lambda value: False
+    steps.tuner.begin_run()
+    assert steps.run(layer) == [V_FIRST] and layer.chosen is None
+    for _ in ROUNDS:
+        steps.run(layer)
+    assert layer.chosen == FLAT
+
+
 def test_an_interrupted_step_is_not_timed(clock: FakeClock) -> None:
     layer = ScheduleCandidates([FLAT, V_FIRST])
     steps = Steps(clock, layer, stock=0.5)

@@ -44,7 +44,9 @@ class Candidates(Generic[_Candidate]):
 
     def __init__(self, schedules: Sequence[_Candidate]) -> None:
         self.schedules = tuple(schedules)
-        self.chosen: _Candidate | None = self.schedules[0] if len(set(self.schedules)) == 1 else None
+        self.chosen: _Candidate | None = None
+        self.is_held = False
+        """Whether the choice waits for an agreement of all ranks."""
         self.candidate = PLUGIN
         """Index of the candidate under test, until one is chosen."""
         self.calls = 0
@@ -52,11 +54,16 @@ class Candidates(Generic[_Candidate]):
         self.is_representative = True
         """Whether all layers of this step did the usual work. The time of a lossless keyframe says nothing about
         lossy steps."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Drop the choice, unless there is a single candidate."""
+        self.chosen = self.schedules[0] if len(set(self.schedules)) == 1 else None
 
     @property
     def schedule(self) -> _Candidate:
         """Candidate by which the next layer runs: the chosen one, else the one under test."""
-        return self.at(self.candidate) if self.chosen is None else self.chosen
+        return self.at(self.candidate) if self.chosen is None or self.is_held else self.chosen
 
     def at(self, index: int) -> _Candidate:
         """Return the candidate of an index; the plugin's where the layers have fewer candidates than others."""

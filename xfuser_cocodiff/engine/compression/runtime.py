@@ -54,6 +54,8 @@ class _LayerState:
     """Link states of the ring."""
     stats: CodecStats = field(default_factory=CodecStats)
     """Statistics of the current step."""
+    first_step: int = 0
+    """Step of the layer's first call, at which it has no references."""
     last_step: int = 0
     """Step of the layer's last call."""
     batched_branches: int = 1
@@ -309,7 +311,8 @@ class CodecRuntime:
         states = list(self._states.values())
         stats = [state.stats for state in states]
         was_keyframe = self._forces_keyframe or self.schedule.is_keyframe_step(self.step)
-        self.load = StepLoad(self._load_of_kinds(), not was_keyframe)
+        has_new_layers = any(state.first_step == self.step and not state.is_exact for state in states)
+        self.load = StepLoad(self._load_of_kinds(), not (was_keyframe or has_new_layers))
         for state in states:
             state.stats = CodecStats()
         report = StepReport(
@@ -445,6 +448,7 @@ class CodecRuntime:
             leader = self._states.get((key, 0)) if branch == 1 and self.schedule.joint else None
             kept = leader.kind.sizes if leader and not leader.is_exact else None
             self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, kept)
+            self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
         state.last_step = self.step
         if state.batched_branches != batched_branches:  # references of one branch would fit the values of another

@@ -33,7 +33,6 @@ class KindCandidates(Candidates[float]):
     """Precisions of one kind of layer: the one that was accepted so far, and two that are compared."""
 
     def __init__(self, kind: LayerKind, choice: PrecisionChoice | None) -> None:
-        super().__init__([SCHEDULED])
         self.kind = kind
         self.level = 0
         """Index of the highest accepted precision."""
@@ -43,12 +42,14 @@ class KindCandidates(Candidates[float]):
         """What the layers sent in the last step at the lowest precision."""
         self.comm_seconds: tuple[float, ...] = ()
         """Predicted seconds on slow axes in a step, by precision, as the mean over ranks; negative if unknown."""
+        super().__init__([SCHEDULED])
         self.restart(choice)
 
     def restart(self, choice: PrecisionChoice | None = None) -> None:
         """Start over, at a cached choice if it is one of the kind's."""
         known = choice is not None and choice.precision in self.kind.precisions
         self.level, self.is_blocked = self.kind.precisions.index(choice.precision) if known else 0, False
+        self.comm_seconds = ()
         self.compare(0)
         self.chosen = choice.precision if known and choice.is_final else None
 
@@ -209,11 +210,13 @@ class PrecisionTuner(StepTuner):
         pairs = list(zip(self._group, levels, strict=True))
         if any(min(each.comm_seconds) < 0 for each in self._group):
             return None
+        if any(min(each.comm_seconds) < each.comm_seconds[0] for each in self._group):  # more bits never take less time
+            return None
         lowest = sum(each.comm_seconds[0] for each in self._group)
         total = sum(each.comm_seconds[level] for each, level in pairs)
         if (1 - MARGIN) * total > (1 + MAX_COST) * seconds:
             return (1 - MARGIN) * total / seconds - 1
-        exposed = (1 + MARGIN) * (total - lowest) / seconds
+        exposed = (1 + MARGIN) * max(0.0, total - lowest) / seconds
         return exposed if exposed <= MAX_COST else None
 
     def _message(self, seconds: float) -> str:
@@ -225,11 +228,15 @@ class PrecisionTuner(StepTuner):
         return f"mode 'auto': {kinds}; step {bound}{(1 + self._cost) * seconds:.3g} s, {cost:.1f} % above 'balanced'"
 
     def _state(self) -> object:
-        return [(each.level, each.is_blocked, each.chosen, each.schedules) for each in self._kinds.values()]
+        kinds = [
+            (each.level, each.is_blocked, each.chosen, each.schedules, bool(each.comm_seconds))
+            for each in self._kinds.values()
+        ]
+        return kinds, self._together, len(self._raised)
 
     def _start_over(self) -> None:
         super()._start_over()
-        self._group = ()
-        for each in self._kinds.values():
-            if each.chosen is None:
-                each.restart()
+        self._group, self._raised, self._together = (), (), True
+        # Ranks may know others, and may have cached different choices since.
+        self._kinds = {kind: self._kinds[kind] for kind in sorted(self._kinds) if self._kinds[kind].calls}
+        self._cached = lambda kind: None

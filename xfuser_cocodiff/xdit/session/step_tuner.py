@@ -42,6 +42,8 @@ class StepTuner:
         self._is_asynchronous = devices.capabilities(device.type).is_asynchronous
         self._is_new_run = False
         """Whether no step with candidates has ended since the run began."""
+        self._unconfirmed: list[Candidates[Any]] = []
+        """Candidates chosen since ranks last agreed: an interrupt may have come before the choice on one of them."""
         self._workload: _Workload = ()
         """Workload of a usual step of this run: the largest one, since caches leave out layers in some steps."""
         self._other_steps = 0
@@ -64,7 +66,7 @@ class StepTuner:
         return bool(self._last) and all(each.chosen is not None for each in self._last)
 
     def begin_run(self) -> None:
-        """Begin a run. All ranks use PLUGIN in its first step, which is not timed.
+        """Begin a run. All ranks use PLUGIN in its first step, which is not timed, unless they have agreed on a choice.
 
         An error or an interrupt may have ended the last run after different steps on each rank, and the ranks agree on
         the complete rounds only once they have communicated. An incomplete pass is repeated.
@@ -73,25 +75,32 @@ class StepTuner:
         for each in self._candidates():
             each.end_step()
             each.candidate = PLUGIN
+        for each in self._unconfirmed:
+            each.is_held = True
         for workload, seconds in self._seconds.items():
             del seconds[len(seconds) // len(_indexes(workload)) * len(_indexes(workload)) :]
 
     def end_step(self) -> None:
         """End a step: add its time to the complete rounds, and begin the next round or choose."""
-        workload = tuple((each, each.calls) for each in self._candidates() if each.calls and each.chosen is None)
+        workload = self._undecided()
+        if self._is_new_run and any(each.calls for each in self._candidates()):
+            self._is_new_run = False
+            self._start_over_unless_equal()  # also without a workload: other ranks may have one
+            workload = self._undecided()
         is_tuning = bool(workload or self._workload)
         if is_tuning:
             if self._is_asynchronous:
                 torch.accelerator.synchronize()
-            if workload and self._is_new_run:
-                self._is_new_run = False
-                self._drop_rounds_unless_equal()
             self._end_round(workload)
         self._last = [each for each in self._candidates() if each.calls] or self._last
         for each in self._candidates():
             each.end_step()
         # Unless the device was synchronized, it may still be busy with the last step.
         self._step_start = time.perf_counter() if is_tuning or not self._is_asynchronous else None
+
+    def _undecided(self) -> _Workload:
+        """Return the workload of the current step."""
+        return tuple((each, each.calls) for each in self._candidates() if each.calls and each.chosen is None)
 
     def _end_round(self, workload: _Workload) -> None:
         """Add the time of the last step if its workload was the usual one, and begin the next round."""
@@ -117,6 +126,7 @@ class StepTuner:
         seconds, indexes = self._seconds.setdefault(self._workload, []), _indexes(self._workload)
         order, size = rounds(indexes), len(indexes)
         if len(seconds) == len(order):
+            self._unconfirmed += [each for each, _ in self._workload]
             timed = list(zip(order, self._mean(seconds), strict=True))
             self._choose(
                 [each for each, _ in self._workload],
@@ -140,8 +150,8 @@ class StepTuner:
         """
         raise NotImplementedError
 
-    def _drop_rounds_unless_equal(self) -> None:
-        """Drop all complete rounds unless all ranks have the same ones."""
+    def _start_over_unless_equal(self) -> None:
+        """Drop all complete rounds and choices of this process unless all ranks have the same ones."""
         candidates = self._candidates()
         complete_rounds = sorted(
             ([(candidates.index(each), calls) for each, calls in workload], len(seconds))
@@ -149,14 +159,19 @@ class StepTuner:
         )
         if not self._all_agree((complete_rounds, self._state())):
             self._start_over()
+        for each in self._unconfirmed:
+            each.is_held = False
+        self._unconfirmed.clear()
 
     def _state(self) -> object:
         """Return further state that must be equal on all ranks, without values that differ between processes."""
-        return None
+        return [each.chosen for each in self._candidates() if each.calls]
 
     def _start_over(self) -> None:
-        """Drop all complete rounds."""
+        """Drop all complete rounds and choices."""
         self._seconds.clear()
+        for each in self._candidates():
+            each.restart()
 
 
 def rounds(indexes: Sequence[int]) -> list[int]:
