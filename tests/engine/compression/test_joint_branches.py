@@ -72,7 +72,8 @@ class Definition:
             values: its values (B, n, s, D).
             leading: the values of branch 0.
             is_repeated: whether the values are not finite and sent losslessly.
-            lost: "leader" if the collective of branch 0 has not ended in this step, "last" if it did not in the last.
+            lost: "leader" if the collective of branch 0 has not ended in this step, "last" if it did not in the last,
+                "follower" if the other branches were left out of the last step.
         """
         base = expected = torch.zeros_like(values)
         if branch:
@@ -103,7 +104,7 @@ class Definition:
             self.references[branch] = [difference, known[0]]
             decoded = expected + difference
         if branch == 0:
-            self.is_kept = not is_repeated
+            self.is_kept = not is_repeated and lost != "follower"
         return values if is_repeated else decoded
 
     def _sent(self, predicted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -200,6 +201,8 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
                     wanted = values
                 else:
                     lost = {3: "leader" * branch, 4: "last"}.get(step, "") if how == "interrupted" else ""
+                    if how == "skipped" and step == 5:
+                        lost = "follower"
                     wanted = expected.received(name, source, rank, branch, values, of_leader, bad, lost)
                 arrived = found[name].chunk(size, 2 if name != "o" else 1)[source]
                 what = f"{name} of branch {branch} in step {step}: "

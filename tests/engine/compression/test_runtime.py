@@ -98,6 +98,51 @@ def test_a_second_branch_changes_the_schedule_from_the_next_step_on(mode: str, t
     assert preset(mode, total, is_guided=True) != preset(mode, total)
 
 
+def follow(one: CodecRuntime, *sizes: LayerSizes) -> bool:
+    """Call a layer in several branches of these sizes, and return whether values of the first are kept for others."""
+    codecs_of = [one.layer_codecs("a", 1, branch, each) for branch, each in enumerate(sizes)]
+    one.end_step()
+    return codecs_of[0].keeps_values
+
+
+def test_values_are_kept_while_a_branch_follows() -> None:
+    """A branch that has been left out is coded by itself when it is back."""
+    one = runtime()
+    one.begin_run(8)
+    assert [follow(one, *[SIZES] * count) for count in (2, 2, 1, 1, 2, 2)] == [True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("budget", [None, 1.5])
+def test_values_are_kept_for_branches_that_are_coded_alike(budget: float | None) -> None:
+    """A branch that is lossless for lack of memory, or takes the other form of the all-to-all, needs none."""
+    one = runtime()
+    if budget:
+        planned = ReferenceBytes.of(SIZES, one.schedule, 2)
+        one._memory_budget = int(budget * planned.int8)
+    of_second = SIZES if budget else SIZES._replace(num_values=256)
+    one.begin_run(8)
+    assert [follow(one, SIZES, of_second) for _ in range(3)] == [True, False, False]
+
+
+def test_no_values_are_kept_in_a_first_step_without_memory_for_them() -> None:
+    """References without previous ones are planned, and branches are known only after that step."""
+    one = runtime(overrides="predictor=0")
+    one.begin_run(8)
+    assert [follow(one, SIZES, SIZES) for _ in range(3)] == [False, True, True]
+
+
+def test_a_step_whose_batch_may_have_branches_does_not_choose_precisions() -> None:
+    """The kinds of its layers never run again if it has."""
+    one = runtime()
+    one.begin_run(8)
+    for is_known in (False, True):
+        if is_known:
+            one.note_branches()
+        one.layer_codecs("a", 1, 0, SIZES, batched_branches=2)
+        one.end_step()
+        assert (one.take_load() is not None) == is_known
+
+
 def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe() -> None:
     """The values of its only branch would fit the reference of another branch, that of the first half."""
     one = runtime()

@@ -191,6 +191,8 @@ class CodecRuntime:
         """Whether the run was announced rather than inferred."""
         self._has_branches = False
         """Whether layers have had several branches of guidance in a step of this run."""
+        self._may_have_branches = False
+        """Whether batches of this step may have several branches of guidance."""
         self._is_guided = False
         """Whether the schedule is that of runs with guidance."""
         self.schedule = self._schedule_for(None)
@@ -223,7 +225,7 @@ class CodecRuntime:
         self.is_running, self._logged_states = True, 0
         self._forces_keyframe = self._recovers = False
         self.inactive_reason, self.has_coded_layers = None, False
-        self._has_branches = self._is_guided = False
+        self._has_branches = self._may_have_branches = self._is_guided = False
         self.schedule, self._is_certain = self._schedule_for(total), is_certain
         self._precisions = precisions.precisions_of(self.schedule, total)
         self.step, self._first_step, self.total = step, step, total
@@ -257,6 +259,9 @@ class CodecRuntime:
         elif len(self._started) > 1:
             self._decide_on_keyframe(self._started[-2].read(), since=started.report)
         self._update_schedule()
+        if self._may_have_branches and not self._is_guided:  # these kinds never run again if it has
+            self.load = None
+        self._may_have_branches = False
         self.step += 1
         if self.step == self.total:
             self.end_run()
@@ -424,10 +429,18 @@ class CodecRuntime:
     def _is_followed(self, key: Hashable, branch: int) -> bool:
         """Return whether a layer's values are kept for other branches.
 
-        Whether there are others is not known in the first step. There is memory then: no reference has a previous one.
+        Whether there are others is not known in the first step. If the schedule keeps previous references, there is
+        memory then: no reference has one yet. In later steps, memory is planned with the first branch that follows, and
+        that branch makes use of it if it is coded alike and was not left out of the last step.
         """
-        may_follow = self.step == self._first_step or (key, 1) in self._states
-        return bool(self.schedule.joint) and branch == 0 and may_follow
+        if branch or not self.schedule.joint:
+            return False
+        if self.step == self._first_step:
+            return bool(self.schedule.predictor)
+        follower = self._states.get((key, 1))
+        if follower is None or follower.is_exact or follower.last_step < self.step - 1:
+            return False
+        return self._leader_of(follower, key, 1) is not None
 
     def _state_of(
         self,
@@ -451,6 +464,7 @@ class CodecRuntime:
             self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
         state.last_step = self.step
+        self._may_have_branches |= batched_branches > 1
         if state.batched_branches != batched_branches:  # references of one branch would fit the values of another
             state.link_states.clear()
             state.ring_link_states.clear()
