@@ -131,6 +131,19 @@ def test_cells_with_fewer_repeats_than_asked_are_measured_again(calls: list[str]
     assert {row["mode"]: len(row["step_seconds"]) for row in finished[0]["rows"]} == {"stock": 3, "exact": 3, "fp4": 3}
 
 
+def test_a_cell_of_other_blocks_is_replaced_with_all_its_variants(calls: list[str]) -> None:
+    """Else tables would average both as two cells."""
+    conditions, progress = Conditions(dilation=500), ProgressReporter(None)
+    [first], _ = benchmark.run_all(requested("480"), conditions, progress)
+    earlier = [{**first, "blocks": first["blocks"] + 1}]
+    finished, _ = benchmark.run_all(requested("480", "fp4"), conditions, progress, earlier)
+    assert [cell["blocks"] for cell in finished] == [first["blocks"]]
+    assert [row["mode"] for row in finished[0]["rows"]] == ["stock", "exact", "fp4"]
+    calls.clear()
+    benchmark.run_all(requested("480"), conditions, progress, finished)
+    assert not calls
+
+
 def test_more_repeats_do_not_predict_a_cell_again(calls: list[str]) -> None:
     finished: list[dict[str, Any]] = []
     for repeats in (2, 3):

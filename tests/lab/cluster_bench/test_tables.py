@@ -126,6 +126,18 @@ def test_the_newest_record_of_a_cell_counts_and_predictions_are_joined(tmp_path:
         record_files.read_folder(tmp_path / "none", QualityRecord())
 
 
+@pytest.mark.parametrize("changed", [{"launch_us": 0.0}, {"text_tokens": 77}])
+def test_other_launch_times_and_texts_are_other_cells(tmp_path: Path, changed: dict[str, Any]) -> None:
+    cells = [PREDICTED, cell(row("stock", 1.0, None), predicted=True, **changed)]
+    for index, each in enumerate(cells):
+        (tmp_path / f"cluster-{index}.json").write_text(json.dumps({"created": f"{index}", "cells": [each]}))
+    found = record_files.read_folder(tmp_path, QualityRecord())
+    assert [(each["launch_us"], each["text_tokens"]) for each in found] == [
+        (each["launch_us"], each["text_tokens"]) for each in cells
+    ]
+    assert [len(each["rows"]) for each in found] == [4, 1]
+
+
 def test_the_command_fills_a_page_and_draws_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best, lossy = row("best_stock", 1.0), row("balanced", 0.5, lossless=False)
     for each in (best, lossy):

@@ -26,10 +26,11 @@ from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 _KEY = (
-    *("machine", "nodes", "model", "resolution", "batch", "text_tokens", "blocks"),
+    *("machine", "nodes", "model", "resolution", "batch", "text_tokens"),
     *("launch_us", "predicted", "requested_dilation", "slow_axes"),
 )
-"""Fields by which a cell of an earlier record is recognized."""
+"""Fields by which a cell of an earlier record is recognized. The number of recorded blocks is none of them: it changes
+how a cell is measured, not which cell it is, so that a record has one cell for both numbers."""
 
 _LARGEST_RATIO = 2.0
 """Predicted step time over that of the fastest variant up to which variants are measured at the same dilation."""
@@ -155,7 +156,8 @@ def run_all(
         conditions: how to measure them.
         progress: gets activities and work items.
         earlier: cells of an earlier record; those that are asked for again are not measured again. A cell that lacks
-            variants or repeats is measured again with all its variants, so that they are compared in the same run.
+            variants or repeats, or that was recorded with another number of blocks, is measured again with all its
+            variants, so that they are compared in the same run.
         keep: called with all finished cells after each one.
     """
     kept = {_key(cell): cell for cell in earlier}
@@ -164,7 +166,7 @@ def run_all(
         cell = kept.get(_key(_describe(each, conditions)))
         if cell is None:
             missing.append(each)
-        elif set(each.modes) <= set(cell["modes"]) and _has_repeats(cell, conditions.repeats):
+        elif _is_finished(cell, each, conditions.repeats):
             set_psnr(cell, conditions.quality)
         else:
             missing.append(add_modes(each, cell["modes"]))
@@ -194,7 +196,7 @@ def read_cells(file: Path | None) -> list[dict[str, Any]]:
     try:
         cells: list[dict[str, Any]] = json.loads(file.read_text())["cells"]
         for cell in cells:
-            _ = _key(cell), cell["modes"], cell["rows"]
+            _ = _key(cell), cell["blocks"], cell["modes"], cell["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--json {file} is not valid ({error}); it must be a new file, or a record of `cocodiff bench cluster`"
@@ -235,9 +237,10 @@ def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(str(cell[name]) for name in _KEY)
 
 
-def _has_repeats(cell: dict[str, Any], repeats: int) -> bool:
-    """Return whether all rows of an earlier cell that were measured have at least so many repeats."""
-    return all(len(row["step_seconds"]) >= repeats for row in cell["rows"] if row["step_seconds"])
+def _is_finished(cell: dict[str, Any], requested: RequestedCell, repeats: int) -> bool:
+    """Return whether an earlier cell has all variants of a requested one, of as many blocks, and so many repeats."""
+    has_repeats = all(len(row["step_seconds"]) >= repeats for row in cell["rows"] if row["step_seconds"])
+    return has_repeats and set(requested.modes) <= set(cell["modes"]) and cell["blocks"] == requested.cell.blocks
 
 
 def set_psnr(cell: dict[str, Any], quality: QualityRecord) -> None:

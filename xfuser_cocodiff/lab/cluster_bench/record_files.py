@@ -7,7 +7,8 @@ from typing import Any
 from xfuser_cocodiff.lab.cluster_bench import benchmark, cell_rows
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 
-_CELL = ("machine", "nodes", "model", "resolution", "batch", "predicted")
+_CELL = ("machine", "nodes", "model", "resolution", "batch", "text_tokens", "launch_us", "predicted")
+"""Fields that tell cells of a folder apart."""
 
 
 def read_folder(folder: Path, quality: QualityRecord) -> list[dict[str, Any]]:
