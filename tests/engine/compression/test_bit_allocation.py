@@ -67,6 +67,13 @@ def test_overrides_may_follow_a_file(file: Path) -> None:
     assert {letter: codec.bits for letter, codec in changed.codecs(1, 10).items()} == dict.fromkeys(LETTERS, 2)
 
 
+def test_a_file_leaves_branches_coded_together(file: Path) -> None:
+    """A file has bits only; the weight of the leading branch is the mode's, unless it follows the file."""
+    base = CodecSchedule(joint=1.25)
+    weights = [CodecSchedule.parse(text, base).joint for text in (f"@{file}", f"@{file},joint=0")]
+    assert weights == [1.25, 0.0]
+
+
 @pytest.mark.parametrize("override", ["bits=4", "bits_q=1", "cached=0.5", "score=change"])
 def test_overrides_of_values_in_the_file_are_refused(file: Path, override: str) -> None:
     with pytest.raises(ValueError, match="has no effect with a file; valid are warmup, first"):

@@ -137,14 +137,14 @@ class CodecSchedule:
 
         Args:
             text: the changes, see NOTATION.
-            base: schedule to change; replaced by the file's if the text begins with one.
+            base: schedule to change; if the text begins with a file, its schedule replaces all but `joint`.
 
         Raises:
             ValueError: the text is not in the notation, or has values that no schedule has.
         """
         if text.startswith("@"):
             file, _, text = text.partition(",")
-            base = cls.of(bit_allocation.read(file))
+            base = replace(cls.of(bit_allocation.read(file)), joint=base.joint)
             if not text:
                 return base
         found: dict[str, Any] = {}
