@@ -1,6 +1,7 @@
 """Branches of guidance in one call: the batch then has the same latents for each of them, one after the other."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ LATENTS = ("hidden_states", "x")
 _COUNTS = (2, 3)
 
 
-class BatchedBranches(NamedTuple):
+@dataclass(frozen=True)
+class BatchedBranches:
     """What is known of the branches in batches of one size."""
 
     count: int
