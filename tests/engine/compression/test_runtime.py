@@ -131,6 +131,21 @@ def test_no_values_are_kept_in_a_first_step_without_memory_for_them() -> None:
     assert [follow(one, SIZES, SIZES) for _ in range(3)] == [False, True, True]
 
 
+@pytest.mark.parametrize("is_guided", [False, True])
+def test_branches_on_different_ranks_have_the_schedule_of_guidance(is_guided: bool) -> None:
+    """Each rank sees one branch. Expected PSNRs are those of branches that are coded together: none is named."""
+    logged: list[str] = []
+    one = CodecRuntime(partition_on("cpu"), "balanced", None, None, list, info=logged.append, is_guided=is_guided)
+    for _ in range(2):
+        one.begin_run(8)
+        for _ in range(2):
+            assert one.schedule == preset("balanced", 8, is_guided)
+            one.layer_codecs("a", 1, 0, SIZES).stats.sent_bytes = 1
+            one.end_step()
+    [message] = [line for line in logged if "measure this model" in line]
+    assert (" dB" in message) != is_guided
+
+
 def test_a_step_whose_batch_may_have_branches_does_not_choose_precisions() -> None:
     """The kinds of its layers never run again if it has."""
     one = runtime()

@@ -148,6 +148,7 @@ class CodecRuntime:
         ring_partition: slow and fast axes of the ring; None if it has no slow axis.
         precision_of: returns the precision of a kind of layer at this step, the same on all ranks; it changes between
             steps only.
+        is_guided: whether the branches of guidance are on different ranks, so that runs are guided with one branch.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class CodecRuntime:
         warn: Callable[[str], None] = lambda message: None,
         ring_partition: AxisPartition | None = None,
         precision_of: Callable[[LayerKind], float] = lambda kind: precisions.SCHEDULED,
+        is_guided: bool = False,
     ) -> None:
+        self._has_apart_branches = is_guided
+        """Whether the branches of guidance are on different ranks, where each is coded by itself."""
         self.precision_of = precision_of
         self.virtual_ranks = virtual_ranks
         self._memory_budget, self._info, self._warn = memory_budget, info, warn
@@ -193,7 +197,7 @@ class CodecRuntime:
         """Whether layers have had several branches of guidance in a step of this run."""
         self._may_have_branches = False
         """Whether batches of this step may have several branches of guidance."""
-        self._is_guided = False
+        self._is_guided = is_guided
         """Whether the schedule is that of runs with guidance."""
         self.schedule = self._schedule_for(None)
         """Codec schedule of the run."""
@@ -225,7 +229,8 @@ class CodecRuntime:
         self.is_running, self._logged_states = True, 0
         self._forces_keyframe = self._recovers = False
         self.inactive_reason, self.has_coded_layers = None, False
-        self._has_branches = self._may_have_branches = self._is_guided = False
+        self._has_branches = self._may_have_branches = False
+        self._is_guided = self._has_apart_branches
         self.schedule, self._is_certain = self._schedule_for(total), is_certain
         self._precisions = precisions.precisions_of(self.schedule, total)
         self.step, self._first_step, self.total = step, step, total
@@ -623,7 +628,7 @@ class CodecRuntime:
         """Return the PSNR that runs like this one have with small trained models, in words."""
         gathers_kv = any(state.gathers_kv for state in self._lossy_states)
         expected = expected_quality.expected_psnr(self.mode, self.total, self._is_guided, gathers_kv)
-        if not expected or self._overrides:
+        if not expected or self._overrides or self._has_apart_branches:
             return ""
         guidance = "with guidance" if self._is_guided else "without guidance"
         return f"PSNR {guidance}: {expected_quality.describe(expected)}; "

@@ -205,7 +205,8 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool) ->
     config = kernel_check.with_checked_kernels(config, get_sp_group().cpu_group)
     # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
     may_gather = parallel.ring_degree == 1 and parallel.pp_degree == 1
-    session = create_session(group, config, ring_group=ring_group, may_gather=may_gather)
+    is_guided = parallel.cfg_degree > 1
+    session = create_session(group, config, ring_group=ring_group, may_gather=may_gather, is_guided=is_guided)
     session.uses_stock_usp = uses_stock_usp
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
@@ -226,6 +227,7 @@ def create_session(
     cache: TuningCache | None = None,
     ring_group: dist.ProcessGroup | None = None,
     may_gather: bool = True,
+    is_guided: bool = False,
 ) -> Session:
     """Return a session for the ranks of a Ulysses group, and of a ring. All of them must call this.
 
@@ -235,6 +237,7 @@ def create_session(
         cache: tuning results; when not given, they are loaded from the folder that the options name.
         ring_group: the ring, if there is one.
         may_gather: whether layers may gather K and V along some axes; without effect beside a ring.
+        is_guided: whether the branches of guidance are on different ranks.
     """
     kernels.use(config.kernels)  # the probe measures the codec's throughput with them
     setup = _set_up(group, config, cache, may_gather=may_gather and ring_group is None)
@@ -248,7 +251,7 @@ def create_session(
         overlap=config.overlap,
     )
     session.save_tuning()
-    session.runtime = _runtime_of(session)
+    session.runtime = _runtime_of(session, is_guided)
     return session
 
 
@@ -294,7 +297,7 @@ def _load_cache(
     return tuning_cache.load_shared(get_sp_group().cpu_group, common, host_description.describe_rank(), config.cache)
 
 
-def _runtime_of(session: Session) -> CodecRuntime | None:
+def _runtime_of(session: Session, is_guided: bool) -> CodecRuntime | None:
     """Return the codecs' runtime of a session, and log its mode; None where all communication is lossless."""
     config, ring = session.config, session.ring
     partition, ring_partition = session.comm_setup.partition, ring.partition if ring else None
@@ -316,7 +319,7 @@ def _runtime_of(session: Session) -> CodecRuntime | None:
     how = f": {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
     _warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
     runtime = _new_runtime(
-        config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition
+        config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition, is_guided
     )
     if session.precision_tuner:
         runtime.precision_of = session.precision_tuner.precision_of
@@ -345,6 +348,7 @@ def _new_runtime(
     agreed: Callable[[list[float]], list[float]],
     virtual: VirtualRanks | None,
     ring_partition: AxisPartition | None = None,
+    is_guided: bool = False,
 ) -> CodecRuntime:
     kernels.prepare(config.kernels, compute_device().type)
     return CodecRuntime(
@@ -358,4 +362,5 @@ def _new_runtime(
         info=info_once,
         warn=warn_always,
         ring_partition=ring_partition,
+        is_guided=is_guided,
     )
