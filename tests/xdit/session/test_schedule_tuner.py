@@ -151,6 +151,18 @@ def test_layers_found_later_are_tuned_on_their_own(clock: FakeClock) -> None:
     assert second.chosen == FLAT
 
 
+def test_layers_of_a_keyframe_that_never_run_again_do_not_delay_the_choice(clock: FakeClock) -> None:
+    """Guidance in a batch may show after the first step only, and changes the schedule of all layers."""
+    candidates = first, later = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=0.5)
+    steps.run(first, is_representative=False)
+    steps.run(later)
+    for _ in ROUNDS:
+        assert later.chosen is None
+        steps.run(later)
+    assert later.chosen == FLAT and steps.tuner.settled
+
+
 def test_steps_with_caches_do_not_delay_the_choice(clock: FakeClock) -> None:
     candidates = cached, always = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
     steps = Steps(clock, *candidates, stock=0.5)

@@ -46,6 +46,8 @@ class StepTuner:
         """Candidates chosen since ranks last agreed: an interrupt may have come before the choice on one of them."""
         self._workload: _Workload = ()
         """Workload of a usual step of this run: the largest one, since caches leave out layers in some steps."""
+        self._is_provisional = False
+        """Whether only keyframes and the like had the usual workload, such as the step before guidance is known."""
         self._other_steps = 0
         """Number of steps in a row with another workload."""
         self._seconds: dict[_Workload, list[float]] = {}
@@ -104,22 +106,26 @@ class StepTuner:
 
     def _end_round(self, workload: _Workload) -> None:
         """Add the time of the last step if its workload was the usual one, and begin the next round."""
+        is_representative = all(each.is_representative for each, _ in workload)
         if workload != self._workload:
-            self._update_workload(workload)
+            self._update_workload(workload, is_representative)
         else:
             self._other_steps = 0
-            if self._step_start is not None and all(each.is_representative for each, _ in workload):
+            self._is_provisional &= not is_representative
+            if self._step_start is not None and is_representative:
                 self._seconds[workload].append(time.perf_counter() - self._step_start)
         if self._workload:
             self._begin_round()
 
-    def _update_workload(self, workload: _Workload) -> None:
-        """Make another workload the usual one if it is larger, or has lasted for more steps than there are rounds:
-        without declared runs, all later steps may have another size."""
+    def _update_workload(self, workload: _Workload, is_representative: bool) -> None:
+        """Make another workload the usual one if it is larger or that one is provisional, or if the other one has
+        lasted for more steps than there are rounds: without declared runs, all later steps may have another size."""
         self._other_steps += 1
         num_rounds = len(rounds(_indexes(self._workload)))
-        if _num_calls(workload) > _num_calls(self._workload) or self._other_steps > num_rounds:
-            self._workload, self._other_steps = workload, 0
+        is_larger = _num_calls(workload) > _num_calls(self._workload)
+        replaces = bool(workload) and is_representative and self._is_provisional
+        if is_larger or replaces or self._other_steps > num_rounds:
+            self._workload, self._other_steps, self._is_provisional = workload, 0, not is_representative
 
     def _begin_round(self) -> None:
         """Set the candidate of the next round, or choose if all rounds are complete."""
