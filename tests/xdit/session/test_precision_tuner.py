@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -28,6 +29,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import step_tuner
 from xfuser_cocodiff.xdit.session.precision_tuner import PrecisionTuner
+from xfuser_cocodiff.xdit.session.session import Session
 
 SIZES = LayerSizes(4 * 64 * 64, 64 * 64, 64, 2)
 EXACT_BYTES = 1_000_000
@@ -186,6 +188,57 @@ def test_three_percent_of_a_step_may_be_added(clock: FakeClock, extra: float, ex
     steps.decide()
     assert steps.precisions == (expected,)
     assert ("2.9 % above" in steps.messages[-1]) == (expected == 4.0)
+
+
+def seconds_with(added: tuple[dict[float, float], ...], precisions: tuple[float, ...]) -> float:
+    """Return the time of a step of a second, to which the precision of each kind that runs adds; others add one."""
+    return 1 + sum(of_kind.get(each, 1.0) for of_kind, each in zip(added, precisions, strict=False))
+
+
+@pytest.mark.parametrize(("extra", "expected"), [(0.029, SCHEDULED), (0.0003, 4.0)])
+def test_kinds_found_later_share_the_three_percent(clock: FakeClock, extra: float, expected: float) -> None:
+    steps = Steps(clock, 1e9, kinds=(DOUBLE,), knows_links=False)
+    added = ({SCHEDULED: 0.0, 4.0: 0.029}, {SCHEDULED: 0.0, 4.0: extra})
+    steps.seconds = lambda precisions: seconds_with(added, precisions)  # type: ignore[method-assign]
+    steps.decide()
+    assert steps.precisions == (4.0,)
+    steps.kinds = (DOUBLE, SINGLE)
+    for _ in range(60):
+        steps.run()
+    assert steps.tuner.settled and steps.precisions == (4.0, expected)
+    assert ("; step 1.03 s, 2.9 % above" in steps.messages[-1]) == (expected == 4.0)
+
+
+@pytest.mark.parametrize(("extra", "expected"), [(0.029, SCHEDULED), (0.0, 4.0)])
+def test_cached_final_precisions_may_have_used_up_the_three_percent(
+    clock: FakeClock, extra: float, expected: float
+) -> None:
+    steps = Steps(clock, 1e9, knows_links=False)
+    steps.tuner._cached = lambda kind: PrecisionChoice(4.0, True) if kind == DOUBLE else None
+    added = ({4.0: 0.0}, {SCHEDULED: 0.0, 4.0: extra})
+    steps.seconds = lambda precisions: seconds_with(added, precisions)  # type: ignore[method-assign]
+    for _ in range(60):
+        steps.run()
+    assert steps.tuner.settled and steps.precisions == (4.0, expected)
+
+
+def test_kinds_of_one_name_are_all_described(clock: FakeClock) -> None:
+    kinds = (DOUBLE, DOUBLE._replace(sizes=SIZES._replace(num_values=64)), DOUBLE._replace(schedule="bits=3"), SINGLE)
+    tuner = Steps(clock, 1.0, cached=PrecisionChoice(8.0, True)).tuner
+    tuner.end_tuned_step(StepLoad({kind: KindLoad(1, 1, 10) for kind in kinds}, True), is_usual=True)
+    assert [*tuner.described.values()] == ["8 bits"] * 4 and SINGLE.name in tuner.described
+
+
+def test_cached_precisions_belong_to_a_model_eager_or_compiled() -> None:
+    cache = tuning_cache.TuningCache({})
+    session = Session(CocoDiffConfig(topology=Topology.named(node=2), mode="auto"), model="FluxTransformer2DModel")
+    session.comm_setup = SimpleNamespace(cache=cache)
+    cache.precisions[session._precision_key(DOUBLE)] = PrecisionChoice(8.0, True)
+    assert session._cached_precision(DOUBLE) == (8.0, True)
+    session.is_compiled = True
+    assert session._cached_precision(DOUBLE) is None
+    session.is_compiled, session.model = False, "SD3Transformer2DModel"
+    assert session._cached_precision(DOUBLE) is None
 
 
 def test_one_slow_step_does_not_change_the_choice(clock: FakeClock) -> None:

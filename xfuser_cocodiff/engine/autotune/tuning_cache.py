@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.compression.precisions import LOSSLESS, PrecisionChoice
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
-_SCHEMA = 8
+_SCHEMA = 9
 
 
 @dataclass

@@ -40,6 +40,8 @@ class KindCandidates(Candidates[float]):
         """Whether the next precision was rejected."""
         self.load = KindLoad()
         """What the layers sent in the last step at the lowest precision."""
+        self.added_seconds: float | None = None
+        """Seconds of a step that the final precision adds to the lowest one; None if an earlier process chose it."""
         self.comm_seconds: tuple[float, ...] = ()
         """Predicted seconds on slow axes in a step, by precision, as the mean over ranks; negative if unknown."""
         super().__init__([SCHEDULED])
@@ -49,7 +51,7 @@ class KindCandidates(Candidates[float]):
         """Start over, at a cached choice if it is one of the kind's."""
         known = choice is not None and choice.precision in self.kind.precisions
         self.level, self.is_blocked = self.kind.precisions.index(choice.precision) if known else 0, False
-        self.comm_seconds = ()
+        self.comm_seconds, self.added_seconds = (), None
         self.compare(0)
         self.chosen = choice.precision if known and choice.is_final else None
 
@@ -101,6 +103,8 @@ class PrecisionTuner(StepTuner):
         """Kinds whose next precision is timed."""
         self._cost, self._is_cost_predicted = 0.0, False
         """Fraction of the step time that the accepted precisions add, and whether it is predicted, an upper bound."""
+        self._spent = 0.0
+        """Seconds that the final precisions of other layers add to the step, also in rounds at the lowest one."""
 
     def precision_of(self, kind: LayerKind) -> float:
         """Return the precision of a kind of layer at this step, the same on all ranks."""
@@ -114,8 +118,13 @@ class PrecisionTuner(StepTuner):
 
     @property
     def described(self) -> dict[str, str]:
-        """Accepted precisions so far in words, by name of the kind of layers."""
-        return {kind.name: describe(each.accepted) for kind, each in self._kinds.items()}
+        """Accepted precisions so far in words, by name of the kind of layers, with sizes and schedule where several
+        have it."""
+        names = [kind.name for kind in self._kinds]
+        return {
+            kind.name if names.count(kind.name) == 1 else _full_name(kind): describe(each.accepted)
+            for kind, each in self._kinds.items()
+        }
 
     def end_tuned_step(self, load: StepLoad | None, is_usual: bool) -> None:
         """End a step.
@@ -138,12 +147,24 @@ class PrecisionTuner(StepTuner):
         if [*layers] != [*self._group]:
             self._group, self._together, self._raised, self._cost = [*layers], True, (), 0.0
         seconds = median(each[PLUGIN] for each in passes)
+        self._spent = self._final_seconds(seconds)
         if self._raised:
             cost = median(each[_TRIED] / each[PLUGIN] for each in passes) - 1
-            self._settle(self._raised, cost, is_predicted=False)
+            self._settle(self._raised, cost, seconds, is_predicted=False)
             self._raised = ()
         self._predict_seconds()
         self._set_next(seconds)
+
+    def _final_seconds(self, seconds: float) -> float:
+        """Return the seconds that final precisions of this step add; the most allowed where that is not known."""
+        added = [each.added_seconds for each in self._kinds.values() if each.calls and each.chosen and each.level]
+        if None in added:
+            return seconds - seconds / (1 + MAX_COST)
+        return sum(max(0.0, each) for each in added if each is not None)
+
+    def _budget(self, seconds: float) -> float:
+        """Return the fraction of the step time that precisions which are not final may add."""
+        return max(0.0, (1 + MAX_COST) * (seconds - self._spent) / seconds - 1)
 
     def _predict_seconds(self) -> None:
         """Predict the seconds of all precisions, once for each group."""
@@ -176,8 +197,9 @@ class PrecisionTuner(StepTuner):
                 self._raised = raised
                 self._on_choice(None)
                 return
-            self._settle(raised, cost, is_predicted=True)
+            self._settle(raised, cost, seconds, is_predicted=True)
         for each in self._group:
+            each.added_seconds = self._cost * seconds / len(self._group)
             each.chosen = each.accepted
         self._on_choice(self._message(seconds))
 
@@ -188,9 +210,9 @@ class PrecisionTuner(StepTuner):
             return open_kinds
         return [min(open_kinds, key=lambda each: (each.accepted, -each.comm_seconds[-1]))]
 
-    def _settle(self, raised: Sequence[KindCandidates], cost: float, is_predicted: bool) -> None:
+    def _settle(self, raised: Sequence[KindCandidates], cost: float, seconds: float, is_predicted: bool) -> None:
         """Accept or reject the next precision of some kinds, by the fraction of the step time that it adds."""
-        if cost <= MAX_COST:
+        if cost <= self._budget(seconds):
             self._cost, self._is_cost_predicted = cost, is_predicted
             for each in raised:
                 each.level += 1
@@ -214,15 +236,17 @@ class PrecisionTuner(StepTuner):
             return None
         lowest = sum(each.comm_seconds[0] for each in self._group)
         total = sum(each.comm_seconds[level] for each, level in pairs)
-        if (1 - MARGIN) * total > (1 + MAX_COST) * seconds:
+        budget = self._budget(seconds)
+        if (1 - MARGIN) * total > (1 + budget) * seconds:
             return (1 - MARGIN) * total / seconds - 1
         exposed = (1 + MARGIN) * max(0.0, total - lowest) / seconds
-        return exposed if exposed <= MAX_COST else None
+        return exposed if exposed <= budget else None
 
     def _message(self, seconds: float) -> str:
         """Return what was chosen, for the log."""
         kinds = ", ".join(f"{each.kind.name} {describe(each.accepted)}" for each in self._group)
-        cost, bound = 100 * self._cost, "at most " if self._is_cost_predicted else ""
+        cost = 100 * ((1 + self._cost) * seconds / (seconds - self._spent) - 1)
+        bound = "at most " if self._is_cost_predicted else ""
         if not any(each.level for each in self._group):
             return f"mode 'auto': {kinds}; step {seconds:.3g} s"
         return f"mode 'auto': {kinds}; step {bound}{(1 + self._cost) * seconds:.3g} s, {cost:.1f} % above 'balanced'"
@@ -240,3 +264,8 @@ class PrecisionTuner(StepTuner):
         # Ranks may know others, and may have cached different choices since.
         self._kinds = {kind: self._kinds[kind] for kind in sorted(self._kinds) if self._kinds[kind].calls}
         self._cached = lambda kind: None
+
+
+def _full_name(kind: LayerKind) -> str:
+    sizes = f"{kind.sizes.num_values} values of which V has {kind.sizes.num_v_values}, head dim {kind.sizes.head_dim}"
+    return f"{kind.name} ({sizes}; {'gathered; ' * kind.gathers_kv}{kind.schedule})"

@@ -64,6 +64,8 @@ class Session:
     """Whether xDiT's USP runs unchanged, since its version is unknown."""
     model: str = ""
     """Class name of the transformer."""
+    is_compiled: bool = False
+    """Whether xDiT compiles the transformer, whose computation then hides less communication."""
     padding: int = 0
     """Number of zero-padded tokens at the end of the sequence in the current call."""
     overlap: Overlap = field(default_factory=Overlap)
@@ -193,7 +195,8 @@ class Session:
 
     def _precision_key(self, kind: LayerKind) -> str:
         sizes = "x".join(map(str, kind.sizes))
-        return f"{self._tuned_options} {kind.name} {sizes}{' gathered' * kind.gathers_kv} {kind.schedule}"
+        model = f"{self.model}{' compiled' * self.is_compiled}"  # by which step times differ
+        return f"{self._tuned_options} {model} {kind.name} {sizes}{' gathered' * kind.gathers_kv} {kind.schedule}"
 
     def _cached_precision(self, kind: LayerKind) -> PrecisionChoice | None:
         return self.comm_setup.cache.precisions.get(self._precision_key(kind)) if self.comm_setup.cache else None

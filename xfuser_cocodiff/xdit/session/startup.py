@@ -71,6 +71,7 @@ def _with_session(activate: Callable[[Any], None], original: Callable) -> Callab
         if engine_config is not None and _RUNTIME is not None:
             _RUNTIME.cocodiff = start_session(pipeline, engine_config)
             _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
+            _RUNTIME.cocodiff.is_compiled = engine_config.runtime_config.use_torch_compile
             _RUNTIME.cocodiff.select_kernels()
 
     return initialize_runtime_state
