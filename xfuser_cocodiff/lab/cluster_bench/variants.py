@@ -14,8 +14,8 @@ STOCK, BEST_STOCK = "stock", "best_stock"
 BEST_MODES = {f"best_{mode}": mode for mode in MODES if mode != AUTO}
 """Modes of the plugin by the name that stands for the mode in its fastest split."""
 _LOSSLESS = "@schedule=first=exact;bits=exact;bits_o=exact"
-_PRECISIONS = ("", "@schedule=bits=4;bits_o=4", "@schedule=bits=8;bits_o=8", _LOSSLESS)
-"""Schedules of the precisions that mode `auto` gives to all layers, lowest first."""
+HIGHER_PRECISIONS = ("@schedule=bits=4;bits_o=4", "@schedule=bits=8;bits_o=8", _LOSSLESS)
+"""Schedules of the precisions above the mode's own that mode `auto` may give to all layers, lowest first."""
 _STOCK_RULES = ("stock-combined", "stock-separate")
 """How stock sends Q, K and V; the faster one counts as best stock."""
 
@@ -95,7 +95,7 @@ def precision_variants(name: str) -> list[str]:
     if mode != AUTO:
         return []
     lowest = "@".join([f"{MULTI_NODE_MODE}{slash}{plan}", *options])
-    return [f"{lowest}{schedule}" for schedule in _PRECISIONS]
+    return [f"{lowest}{schedule}" for schedule in ("", *HIGHER_PRECISIONS)]
 
 
 def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:
