@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import start, use_config
+from xfuser_cocodiff.engine.compression.modes import preset
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -114,3 +116,25 @@ def reduce_on_ranks(rank: int) -> tuple[list[float], list[float]]:
 
 def test_ranks_agree_on_the_mean_time_and_the_maximum_error() -> None:
     assert ranks.run(reduce_on_ranks, 2) == [([0.5], [1.0, 0.0])] * 2
+
+
+@pytest.mark.parametrize("cfg_degree", [1, 2])
+def test_a_session_knows_whether_branches_are_on_different_ranks(
+    monkeypatch: pytest.MonkeyPatch, cfg_degree: int
+) -> None:
+    """Runs are guided then, though each rank sees one branch."""
+    made = []
+    monkeypatch.setattr("xfuser.core.distributed.get_sp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(starting.kernel_check, "with_checked_kernels", lambda config, group: config)
+    monkeypatch.setattr(starting.usp_versions, "is_known", lambda: True)
+
+    def create_session(group: object, config: CocoDiffConfig, is_guided: bool, **options: object) -> Session:
+        made.append(starting._new_runtime(config, None, list, None, None, is_guided))
+        return Session()
+
+    monkeypatch.setattr(starting, "create_session", create_session)
+    parallel = SimpleNamespace(ring_degree=1, pp_degree=1, cfg_degree=cfg_degree)
+    starting._start_parallel(parallel, config_of("balanced"), False)
+    [runtime] = made
+    runtime.begin_run(8)
+    assert runtime.schedule == preset("balanced", 8, is_guided=cfg_degree > 1)
