@@ -184,7 +184,7 @@ def test_the_schedule_and_how_to_measure_its_error_are_logged_once() -> None:
     assert [line.startswith("cocodiff: lossy: ") and "node" in line for line in at_start] == [True], at_start
     for lines, bits, steps in ((few, 4, 3), (many, 2, 20)):
         assert [f"bits={bits}," in line for line in lines] == [True]
-        assert f"measure it with cocodiff quality --model NAME --steps {steps} --mode 'balanced'" in lines[0]
+        assert f"measure this model with cocodiff quality --model NAME --steps {steps} --mode 'balanced'" in lines[0]
     assert again == []
     assert not any("dB" in line for line in (*at_start, *few, *many))  # no figures of other models
     assert compiled == at_start  # modes work in compiled graphs too

@@ -155,7 +155,9 @@ def test_unsupported_tensors_raise_stocks_errors() -> None:
 def test_codecs_are_inactive_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph would repeat the codecs of one step."""
     session = Session(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", disable=lambda _: None))
-    layer = SimpleNamespace(name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
+    layer = SimpleNamespace(
+        name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run", batched_branches=1), call=None
+    )
     assert session.layer_codecs(layer, "share") == "coded"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

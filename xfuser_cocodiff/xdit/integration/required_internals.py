@@ -85,9 +85,11 @@ UNCHECKED = (
     *("_C", "_attention"),
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
     *("_chunk_text_for_sp", "_init_sync_pipeline"),
+    "_get_backend",
 )
 """Private names that no patch checks: those of accelerate, which may be absent; of tensors and modules, which no class
-declares; and of benchmark commands, on which no run depends."""
+declares; of benchmark commands, on which no run depends; and of a group's backend, without which the default timeout of
+collectives holds."""
 
 
 def patches() -> list[Patch]:
