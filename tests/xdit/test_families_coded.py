@@ -26,7 +26,7 @@ from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.options import MODES
 
 if TYPE_CHECKING:
-    from xfuser_cocodiff.engine.compression.runtime import StepReport
+    from xfuser_cocodiff.engine.compression.step_report import StepReport
 
 STEPS, DEGREE, BITS = 8, 4, 4
 

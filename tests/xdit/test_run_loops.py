@@ -16,7 +16,7 @@ from tests.xdit.test_families_coded import BITS, Coded, check_reports
 from xfuser_cocodiff.lab.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from xfuser_cocodiff.engine.compression.runtime import StepReport
+    from xfuser_cocodiff.engine.compression.step_report import StepReport
 
 STEPS = 5
 

@@ -17,7 +17,8 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.compression.runtime import CodecRuntime, StepReport
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 HEADS, TOKENS, DIM, STEPS = 8, 24, 16, 5

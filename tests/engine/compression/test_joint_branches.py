@@ -26,7 +26,7 @@ SCHEDULE = "first=8,bits=2,bits_q=2,bits_o=2,predictor=0.5"
 
 
 def whole(name: str, branch: int, step: int) -> torch.Tensor:
-    """Return a tensor (B, H, S, D) of a branch, the same on every rank; branches change alike from step to step."""
+    """Return a tensor (B, H, S, D) of a branch, the same on every rank; changes from step to step correlate."""
     seeds = ord(name), 1000 + 100 * ord(name) + step, 50 + ord(name) + branch, 9000 * (branch + 1) + 77 * step
     first, change, own, own_change = (
         torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)) for seed in seeds

@@ -20,16 +20,20 @@ def triton_kernels():
     return module
 
 
+@pytest.fixture(scope="package")
+def numba_kernels():
+    """Numba's kernels."""
+    if HAS_GPU:
+        pytest.skip("the values of these tests are on the GPU, and Numba's kernels are for CPUs")
+    from xfuser_cocodiff.engine.kernels import numba_kernels as module
+
+    return module
+
+
 @pytest.fixture(scope="package", params=[kernels.TRITON, kernels.NUMBA])
 def one_pass(request: pytest.FixtureRequest):
     """Each backend that reads and writes every tensor once."""
-    if request.param == kernels.TRITON:
-        return request.getfixturevalue("triton_kernels")
-    if HAS_GPU:
-        pytest.skip("the values of these tests are on the GPU, and Numba's kernels are for CPUs")
-    from xfuser_cocodiff.engine.kernels import numba_kernels
-
-    return numba_kernels
+    return request.getfixturevalue(f"{request.param}_kernels")
 
 
 def _rounding_to_nearest(convert):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.engine.kernels.case import DEVICE, FIRST, HAS_GPU, MIDDLE, SECOND, Case, assert_equal_up_to_scales
+from tests.engine.kernels.case import DEVICE, FIRST, MIDDLE, SECOND, Case, assert_equal_up_to_scales
 from tests.quick import covering
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.kernels import torch_kernels
@@ -34,13 +34,7 @@ def backend(request: pytest.FixtureRequest):
     """Each backend."""
     if request.param == kernels.TORCH:
         return torch_kernels
-    if request.param == kernels.TRITON:
-        return request.getfixturevalue("triton_kernels")
-    if HAS_GPU:
-        pytest.skip("the values of these tests are on the GPU, and Numba's kernels are for CPUs")
-    from xfuser_cocodiff.engine.kernels import numba_kernels
-
-    return numba_kernels
+    return request.getfixturevalue(f"{request.param}_kernels")
 
 
 class Expected(NamedTuple):

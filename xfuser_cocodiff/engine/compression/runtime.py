@@ -6,8 +6,6 @@ transformer, the references of the one before it are dropped.
 """
 
 import difflib
-import itertools
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +17,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCod
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.precisions import KindLoad, LayerKind, StepLoad
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.step_report import StartedReport, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
 
@@ -66,70 +65,6 @@ class _LayerState:
         """Whether coding saves more link time than it adds host time."""
         saved, added = self.coding_seconds
         return saved >= added
-
-
-@dataclass
-class StepReport:
-    """Reconstruction errors and bytes of one step."""
-
-    step: int
-    """Number of the step, from 0."""
-    errors: dict[str, float]
-    """Relative reconstruction error of each layer."""
-    sent_bytes: int
-    """Bytes that this rank sent as the source to other coordinates on slow axes."""
-    exact_bytes: int
-    """Bytes that the same values take without codecs."""
-    repeated: int
-    """Lossy tensors with values that are not finite: on CPUs, messages that were repeated losslessly; on accelerators,
-    tensors after which the next step is lossless."""
-    not_finite: int
-    """Number of them that were not repeated."""
-    was_keyframe: bool
-    """Whether the step used no references of earlier steps."""
-    reference_bytes: int
-    """Memory of all link references."""
-    exact_layers: int
-    """Layers, counted per branch, that are lossless at all steps."""
-    gathered_layers: tuple[str, ...]
-    """Names of coded layers that gather K and V along the slow axes of the Ulysses group, in call order."""
-
-    @property
-    def error(self) -> float:
-        """Maximum relative reconstruction error over layers."""
-        return max(self.errors.values(), default=0.0)
-
-
-@dataclass
-class _StartedReport:
-    """A step's report, and its errors on their way from the device."""
-
-    report: StepReport
-    """The report, without errors until they are read."""
-    num_errors: list[tuple[str, int]]
-    """Name of each layer, and number of its errors."""
-    counts_repeats: bool
-    """Whether tensors that are not finite were repeated already."""
-    readout: ErrorReadout | None
-    """Errors of all layers; None once they are read."""
-
-    def read(self) -> StepReport:
-        """Return the report with the relative error of each layer, once these have arrived."""
-        readout, self.readout = self.readout, None
-        if readout is None:
-            return self.report
-        energies, not_finite = iter(readout.read()), 0
-        for layer, count in self.num_errors:
-            pairs = list(itertools.islice(energies, count))
-            finite = [pair for pair in pairs if math.isfinite(pair[0])]
-            not_finite += len(pairs) - len(finite)
-            error_energy, value_energy = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
-            error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
-            self.report.errors[layer] = max(error, self.report.errors.get(layer, 0.0))
-        if not self.counts_repeats:
-            self.report.not_finite = not_finite
-            self.report.repeated += not_finite
-        return self.report
 
 
 class CodecRuntime:
@@ -207,7 +142,7 @@ class CodecRuntime:
         """Current step, from 0, and that at which the run began."""
         self.total: int | None = None
         """Number of steps; None if unknown."""
-        self._started: list[_StartedReport] = []
+        self._started: list[StartedReport] = []
         """Reports of the run's steps so far."""
         self.load: StepLoad | None = None
         """What the last step sent, until it is taken."""
@@ -316,7 +251,7 @@ class CodecRuntime:
         """Reports of the run's steps so far. On accelerators the host waits for the last step's errors."""
         return [each.read() for each in self._started]
 
-    def _start_report(self) -> _StartedReport:
+    def _start_report(self) -> StartedReport:
         """Start the report of the current step, and reset the statistics."""
         states = list(self._states.values())
         stats = [state.stats for state in states]
@@ -339,7 +274,7 @@ class CodecRuntime:
         )
         errors = [error for each in stats for error in each.quant_errors]
         num_errors = [(state.layer, len(each.quant_errors)) for state, each in zip(states, stats, strict=True)]
-        return _StartedReport(report, num_errors, not self._checks_after_step, ErrorReadout(errors))
+        return StartedReport(report, num_errors, not self._checks_after_step, ErrorReadout(errors))
 
     def _load_of_kinds(self) -> dict[LayerKind, KindLoad]:
         """Return what the coded layers that ran at this step have sent, by kind."""
@@ -390,7 +325,6 @@ class CodecRuntime:
             batched_branches: number of branches in the call's batch.
         """
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches, gathers_kv, gathers_lossless)
-        self._has_branches |= branch > 0
         if state is None or not (self._partition or self.virtual_ranks):
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
@@ -413,7 +347,6 @@ class CodecRuntime:
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches)
-        self._has_branches |= branch > 0
         if state is None or self._ring_partition is None:
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
@@ -436,7 +369,7 @@ class CodecRuntime:
 
         Whether there are others is not known in the first step. If the schedule keeps previous references, there is
         memory then: no reference has one yet. In later steps, memory is planned with the first branch that follows, and
-        that branch makes use of it if it is coded alike and was not left out of the last step.
+        that branch makes use of it if it is coded by the same exchange and was not left out of the last step.
         """
         if branch or not self.schedule.joint:
             return False
@@ -459,6 +392,7 @@ class CodecRuntime:
         gathers_lossless: bool = False,
     ) -> _LayerState | None:
         """Return the state of a layer, created at its first call; None outside of runs and for lossless layers."""
+        self._has_branches |= branch > 0
         if not self.is_running:
             return None
         if (key, branch) not in self._states:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.compression.runtime import CodecRuntime, StepReport
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.engine.settings.options import OFF
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit

@@ -42,7 +42,7 @@ def with_checked_kernels(config: CocoDiffConfig, group: dist.ProcessGroup | None
     if problem is None:
         return config
     warn_once(
-        f"{problem}: all ranks use those of PyTorch, which are slower; update Triton and the driver, alike on all hosts"
+        f"{problem}: all ranks use those of PyTorch, which are slower; install the same Triton and driver on all hosts"
     )
     return replace(config, kernels=kernels.TORCH)
 
