@@ -107,7 +107,9 @@ class CodecSchedule:
         o = Codec(_bits_at(self.bits_o, progress), predictor=self.predictor if self.bits_o else 0.0)
         return {**found, "o": o}
 
-    def sent_bytes(self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int) -> list[int]:
+    def sent_bytes(
+        self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int, batched_branches: int = 1
+    ) -> list[int]:
         """Return the bytes of a message on one link, for each step of a run whose values are all finite.
 
         Args:
@@ -115,8 +117,10 @@ class CodecSchedule:
             shapes: (L, G, H, T, D) of each.
             dtype: type of the values.
             total: number of steps.
+            batched_branches: branches of guidance in the groups G.
         """
-        return [link_bytes(self.codecs(step, total), names, shapes, dtype) for step in range(total)]
+        branches = batched_branches if self.joint else 1
+        return [link_bytes(self.codecs(step, total), names, shapes, dtype, branches) for step in range(total)]
 
     def is_lossless_layer(self, layer: str) -> bool:
         """Return whether a layer is lossless at all steps."""
@@ -180,7 +184,9 @@ class CodecSchedule:
         return ",".join(f"{name}={_to_notation(getattr(self, name))}" for name in changed) or "exact"
 
 
-def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+def link_bytes(
+    codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, branches: int = 1
+) -> int:
     """Return the bytes of a message on one link at one step: the message's flag, token masks and payloads.
 
     Args:
@@ -188,13 +194,16 @@ def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[i
         names: letters of the tensors, of "qkvo".
         shapes: (L, G, H, T, D) of each.
         dtype: type of the values.
+        branches: number of equal parts of G that have sections of their own.
     """
     shape_of, size = dict(zip(names, shapes, strict=True)), aligned(1)
     for name, shape in shape_of.items():
         codec = codecs[name]
         if codec.selects_tokens and name not in SELECTING and shape[TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
             codec = replace(codec, token_fraction=1.0)  # V's selection is of other tokens
-        size += sum(map(aligned, section_bytes(codec, name, shape, dtype)))
+        links, groups, *rest = shape
+        of_branch = links, groups // branches, *rest
+        size += branches * sum(map(aligned, section_bytes(codec, name, of_branch, dtype)))
     return size
 
 

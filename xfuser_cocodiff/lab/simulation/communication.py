@@ -59,7 +59,7 @@ class LayerCommunication:
         self.padded_heads = self._heads * split.ulysses
         """Heads of all ranks, including zero-padded heads."""
         self.group, self.ring = split.ulysses_topology(scenario.topology), split.ring_topology(scenario.topology)
-        self._schedule = None if self._is_stock else modes.preset(mode, scenario.steps)
+        self._schedule = None if self._is_stock else modes.preset(mode, scenario.steps, scenario.workload.is_guided)
         self._slow_axes, self._ring_slow_axes = map(scenario.slow_axes_of, (self.group, self.ring))
         self._num_slots = planner.num_ranks_along(self.group, self._slow_axes)
         self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
@@ -157,7 +157,9 @@ class LayerCommunication:
         heads = [self._heads // group if name in "kv" else self._heads for name in names]
         counts = zip(heads, tokens, strict=True)
         shapes = [(1, groups * scenario.rows, number, count, head_dim) for number, count in counts]
-        return [num_links * size for size in self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps)]
+        branches = scenario.workload.rows_per_image
+        sizes = self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps, branches)
+        return [num_links * size for size in sizes]
 
     def schedules(self, payloads: Payloads) -> list[Schedule]:
         """Return the schedules among which a layer's is chosen.
