@@ -26,14 +26,14 @@ MEASURED: dict[tuple[str, str], dict[int, _Psnr]] = {
     },
     ("FLUX.1-dev", "fast"): {4: _Psnr(48.3, 41.2), 8: _Psnr(52.1, 46.3), 20: _Psnr(49.3, 42.6), 50: _Psnr(53.0, 47.9)},
     ("SD3.5", "balanced"): {8: _Psnr(35.6, 30.6), 20: _Psnr(39.3, 34.8)},
-    ("SD3.5", "fast"): {8: _Psnr(31.2, 24.2), 20: _Psnr(29.9, 23.2)},
+    ("SD3.5", "fast"): {8: _Psnr(31.9, 25.3), 20: _Psnr(29.9, 23.2)},
     ("Wan2.1-T2V", "balanced"): {
         4: _Psnr(42.6, 35.6),
         8: _Psnr(41.3, 37.6),
         20: _Psnr(44.2, 40.1),
         50: _Psnr(48.9, 45.9),
     },
-    ("Wan2.1-T2V", "fast"): {4: _Psnr(37.3, 32.7), 8: _Psnr(36.4, 30.5), 20: _Psnr(36.1, 31.5), 50: _Psnr(43.5, 39.0)},
+    ("Wan2.1-T2V", "fast"): {4: _Psnr(37.3, 32.7), 8: _Psnr(36.8, 30.7), 20: _Psnr(36.1, 31.5), 50: _Psnr(43.5, 39.0)},
 }
 """PSNR by model, mode and number of steps."""
 

@@ -316,7 +316,7 @@ FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(
 """Mode `fast`."""
 FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
-FAST_FEW_GUIDED = replace(FAST_FEW, predictor=ADAPTIVE, joint=1.25)
+FAST_FEW_GUIDED = replace(FAST_FEW, predictor=ADAPTIVE)
 """Mode `fast` for few steps with guidance."""
 DEFAULT_STEPS = 50
 """Number of steps that is assumed for runs of unknown length."""
