@@ -117,7 +117,8 @@ class CodecSchedule:
             shapes: (L, G, H, T, D) of each.
             dtype: type of the values.
             total: number of steps.
-            batched_branches: branches of guidance in the groups G.
+            batched_branches: number of branches of guidance, of which G has equal parts; without `joint` they are coded
+                as one tensor.
         """
         branches = batched_branches if self.joint else 1
         return [link_bytes(self.codecs(step, total), names, shapes, dtype, branches) for step in range(total)]
@@ -194,8 +195,9 @@ def link_bytes(
         names: letters of the tensors, of "qkvo".
         shapes: (L, G, H, T, D) of each.
         dtype: type of the values.
-        branches: number of equal parts of G that have sections of their own.
+        branches: number of equal parts of G that have sections of their own; it divides G.
     """
+    assert all(shape[1] % branches == 0 for shape in shapes), (shapes, branches)
     shape_of, size = dict(zip(names, shapes, strict=True)), aligned(1)
     for name, shape in shape_of.items():
         codec = codecs[name]
@@ -316,8 +318,6 @@ FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(
 """Mode `fast`."""
 FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
-FAST_FEW_GUIDED = replace(FAST_FEW, predictor=ADAPTIVE)
-"""Mode `fast` for few steps with guidance."""
 DEFAULT_STEPS = 50
 """Number of steps that is assumed for runs of unknown length."""
 FEW_STEPS = 12
@@ -333,7 +333,7 @@ _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
         (_ALWAYS, BALANCED),
     ),
     ("fast", False): ((FEW_STEPS, FAST_FEW), (_ALWAYS, FAST)),
-    ("fast", True): ((VERY_FEW_STEPS, BALANCED_FEW), (FEW_STEPS, FAST_FEW_GUIDED), (_ALWAYS, FAST)),
+    ("fast", True): ((VERY_FEW_STEPS, BALANCED_FEW), (FEW_STEPS, BALANCED), (_ALWAYS, FAST)),
 }
 """Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps."""
 

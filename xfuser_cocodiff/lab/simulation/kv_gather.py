@@ -49,7 +49,7 @@ class KvGather:
         scenario, workload = self._scenario, self._scenario.workload
         tokens = self.num_fast * scenario.shard.keys
         shape = (1, scenario.rows, self.heads // workload.heads_per_kv_head, tokens, workload.head_dim)
-        return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps, scenario.workload.rows_per_image)
+        return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps, workload.rows_per_image)
 
     def reference_bytes(self, schedule: CodecSchedule) -> ReferenceBytes:
         """Return the memory of the layer's link references: of K and V only."""
