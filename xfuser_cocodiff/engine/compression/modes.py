@@ -305,8 +305,8 @@ PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
 BALANCED = CodecSchedule(
     warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=ADAPTIVE, joint=1.0
 )
-"""Mode `balanced`. Errors in Q affect the image least, errors in O most. Bits are constant: FLUX.1 is most sensitive at
-the first steps, FLUX.2 and Wan at the last ones."""
+"""Mode `balanced`, and `fast` for few steps with guidance. Errors in Q affect the image least, errors in O most. Bits
+are constant: FLUX.1 is most sensitive at the first steps, FLUX.2 and Wan at the last ones."""
 BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(4, 4), bits_q=(2.7, 2.7), bits_o=(4, 4), predictor=0.5, joint=1.0)
 """Mode `balanced` for few steps, between which an estimated gain does not hold."""
 BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits_v=(2.7, 4), predictor=ADAPTIVE)
