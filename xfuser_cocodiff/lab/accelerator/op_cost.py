@@ -19,6 +19,7 @@ _GATHERING = {"embedding", "index", "index_select", "gather"}
 """Operations that read as much of their first tensor as they return."""
 _UNMARKED_VIEWS = {"_unsafe_view", "_reshape_alias"}
 """Views that their schema does not declare."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @functools.cache
@@ -42,8 +43,15 @@ def is_composite(func: Any) -> bool:
     """Return whether an operation is run in terms of others."""
     if func.namespace != "aten" or is_attention(func) or name_of(func) == "item":
         return False
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+
+
+def run_composite(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operation in terms of others, as in eager mode: PyTorch's decompositions for compilers differ, for example
+    in a copy for each dropout of inference."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
 
 
 def is_attention(func: Any) -> bool:

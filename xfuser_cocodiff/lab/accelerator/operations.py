@@ -101,7 +101,7 @@ class Operations(TorchDispatchMode):
         self._depth += 1
         try:
             with self:
-                result = func.decompose(*args, **kwargs)
+                result = op_cost.run_composite(func, args, kwargs)
         finally:
             self._depth -= 1
         kernels = self._clock.kernels[first:]
