@@ -27,3 +27,16 @@ def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, name
     assert row["coded_exchanges"] == [name]
     assert row["bytes_per_link"] == {axis: pytest.approx(size, rel=0.01) for axis, size in estimate.sent_bytes.items()}
     assert row["predicted_seconds"] == pytest.approx(estimate.step_seconds, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "ring", "tolerance"), [(2, 6, 0.03), (12, 1, 0.015)])
+def test_simulator_knows_merges_of_rings_and_zero_padding(ulysses: int, ring: int, tolerance: float) -> None:
+    """SD3.5's 38 heads fit 2 ranks and are zero-padded for 12. Both take 3 to 8 % of a short step."""
+    cell = Cell(machine_named("aurora"), 1, "sd3.5-large", 768)
+    variant = Variant("exact", UlyssesRingSplit(ulysses, ring), mode="exact")
+    transformer_wrappers.preload(cell.model)
+    (known,) = cell_rows.recorded_variants(cell, record_split(cell, variant.split, [variant]), [variant])
+    row = cell_rows.predicted_row(known, QualityRecord())
+    estimate = estimate_step(cell.scenario, variant.split, variant.mode)
+    assert row["predicted_seconds"] == pytest.approx(estimate.step_seconds, rel=tolerance)

@@ -234,6 +234,7 @@ class LayerCommunication:
         copies, operators = 2 + stacked, _STOCK_OPERATORS + stacked if self._is_stock else _PLUGIN_OPERATORS
         if self.padded_heads > self._scenario.workload.heads:
             operators += _PADDING_OPERATORS * len(names)
+            copies += names != "o"  # O loses the padding in a copy that it has anyway
         if is_flat:
             flat = Plan.flat(self.group)
             seconds = planner.all_to_all_seconds(profile, flat, size)

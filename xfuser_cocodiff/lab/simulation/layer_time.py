@@ -14,6 +14,7 @@ from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
 from xfuser_cocodiff.lab.simulation.layers import (
     BYTES_PER_VALUE,
     JOINT,
+    ROW,
     LayerKind,
     Pointwise,
     Work,
@@ -22,8 +23,11 @@ from xfuser_cocodiff.lab.simulation.scenario import Scenario
 
 INSTANT = Accelerator("instant", math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0)
 """Stands for an unknown device: computation takes no time."""
-_MERGE_KERNELS, _MERGE_PASSES = 10, 19
-"""Kernels and passes with which PyTorch's ring attention merges one further block by log-sum-exp, in fp32."""
+_MERGE_KERNELS, _MERGE_PASSES, _MERGE_SCALARS = 4, 19, 6
+"""Kernels and passes with which PyTorch's ring attention merges one further block by log-sum-exp, in fp32, and kernels
+for one value per token and head."""
+_CAST_KERNELS, _CAST_PASSES = 2, 6
+"""Kernels and passes with which it casts the first block to fp32, and the merged output back."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,24 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int, n
         moved = BYTES_PER_VALUE * (2 + 2 * ring * num_gathered) * counts[JOINT] * workload.width
         return accelerator.kernel_seconds(moved, attention_flops=flops, head_dim=workload.head_dim)
 
-    merges = Work(pointwise=(Pointwise(JOINT, _MERGE_KERNELS * (ring - 1), _MERGE_PASSES * (ring - 1)),) * (ring > 1))
+    merges = _merges(ring) if ring > 1 else Work()
     return Computation(
         query_key,
         parallel,
-        attention(shard.attended, padded_heads) + merges.seconds(counts, workload.width, accelerator),
+        attention(shard.attended, padded_heads) + merges.seconds(counts, padded_heads * workload.head_dim, accelerator),
         rest + (attention(workload.cross_text_tokens, workload.heads) if kind.has_cross_attention else 0.0),
         (kind.kernels + merges.kernels + ring - 1) * accelerator.launch_seconds,
+    )
+
+
+def _merges(ring: int) -> Work:
+    """Return the kernels that merge the blocks of a ring."""
+    further = ring - 1
+    return Work(
+        pointwise=(
+            Pointwise(JOINT, _MERGE_KERNELS * further + _CAST_KERNELS, _MERGE_PASSES * further + _CAST_PASSES),
+            Pointwise(ROW, _MERGE_SCALARS * further, 0),
+        )
     )
 
 
