@@ -144,7 +144,7 @@ def predicted_row(recorded: RecordedVariant, quality: QualityRecord) -> dict[str
         "step_seconds": None,
         "exposed_seconds": row["predicted_seconds"] - row["compute_seconds"],
         **dict.fromkeys(("dilation_ratio", "prediction_ratio", "late_seconds", "idle_share", "bytes_ratio")),
-        **dict.fromkeys(("dilation", "thinning")),
+        **dict.fromkeys(("dilation", "thinning", "repeated_runs")),
         "valid": None,
         "invalid_because": [],
     }
@@ -182,6 +182,7 @@ def measured_row(
         "dilation_ratio": evidence.dilation_ratio,
         "prediction_ratio": evidence.prediction_ratio,
         "late_seconds": max(measured.programs[name].late_seconds for name in used),
+        "repeated_runs": sum(measured.programs[name].num_repeated for name in used),
         "idle_share": evidence.idle_share,
         "bytes_ratio": dict(evidence.bytes_ratio),
         "valid": not objections,

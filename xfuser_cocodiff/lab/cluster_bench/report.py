@@ -31,7 +31,8 @@ def show(record: dict[str, Any]) -> None:
         if cell["problem"]:
             console.print(f"not measured: {cell['problem']}\n")
             continue
-        console.print(_table(cell["rows"]), *_objections(cell["rows"]), *_missing_speedups(cell["rows"]), "", sep="\n")
+        remarks = (*_objections(cell["rows"]), *_missing_speedups(cell["rows"]), *_repeats(cell["rows"]))
+        console.print(_table(cell["rows"]), *remarks, "", sep="\n")
     console.print(
         "step time: median (min to max) in undilated time; speedup: over stock's flat Ulysses",
         "exposed: step time without that of computation and host alone; MB: sent per rank and step on the slowest axis",
@@ -39,6 +40,12 @@ def show(record: dict[str, Any]) -> None:
         *_simulator_range(record["cells"]),
         sep="\n",
     )
+
+
+def _repeats(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line on runs that were repeated; nothing if none was, or in a record that does not know."""
+    repeated = sum(row.get("repeated_runs") or 0 for row in rows)
+    return [f"{repeated} runs were repeated: a collective had started late"] * bool(repeated)
 
 
 def _title(cell: dict[str, Any]) -> str:
