@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.settings.options import PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
@@ -33,6 +34,17 @@ _PADDING_OPERATORS = 3
 a layer, with four tensors, than those without padding would."""
 _CODEC_OPERATORS = {"paper": 24, "balanced": 24, "auto": 24, "fast": 37}
 """Operators of a layer's codecs: kernel launches and at most so many others (docs/codec_overhead.md)."""
+
+
+def _over_calls(sizes: LayerSizes, schedule: CodecSchedule, coordinates: tuple[int, int], calls: int) -> ReferenceBytes:
+    """Return the memory of a layer's link references in all calls of guidance.
+
+    The second call also keeps the values of the first one if branches are coded together.
+    """
+    each = ReferenceBytes.of(sizes, schedule, *coordinates)
+    second = ReferenceBytes.of(sizes, schedule, *coordinates, leader=sizes) if schedule.joint else each
+    of_calls = [each, second, *[each] * (calls - 2)][:calls]
+    return ReferenceBytes(sum(call.full for call in of_calls), sum(call.int8 for call in of_calls))
 
 
 class Payloads(NamedTuple):
@@ -113,15 +125,17 @@ class LayerCommunication:
 
     @property
     def reference_bytes(self) -> ReferenceBytes:
-        """Memory of the link references of the layer."""
+        """Memory of the link references of the layer, in all calls of a step."""
         if self._schedule is None:
             return ReferenceBytes(0, 0)
         if self.gather and self._is_coded:
-            return self.gather.reference_bytes(self._schedule)
-        num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
-        head_dim = self._scenario.workload.head_dim
-        sizes = LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
-        return ReferenceBytes.of(sizes, self._schedule, self._num_slots, self._num_ring_slots)
+            sizes, coordinates = self.gather.layer_sizes, (1, self.gather.num_slow)
+        else:
+            num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
+            head_dim = self._scenario.workload.head_dim
+            sizes = LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
+            coordinates = self._num_slots, self._num_ring_slots
+        return _over_calls(sizes, self._schedule, coordinates, self._scenario.workload.calls)
 
     def payloads(self) -> list[Payloads]:
         """Return the encoded bytes of each step of a run."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -51,11 +51,11 @@ class KvGather:
         shape = (1, scenario.rows, self.heads // workload.heads_per_kv_head, tokens, workload.head_dim)
         return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps, workload.rows_per_image)
 
-    def reference_bytes(self, schedule: CodecSchedule) -> ReferenceBytes:
-        """Return the memory of the layer's link references: of K and V only."""
+    @property
+    def layer_sizes(self) -> LayerSizes:
+        """Sizes of the layer's tensors on a rank."""
         num_values, num_v_values = (self.tensor_bytes(names) // BYTES_PER_VALUE for names in ("qkvo", "v"))
-        sizes = LayerSizes(num_values, num_v_values, self._scenario.workload.head_dim, BYTES_PER_VALUE)
-        return ReferenceBytes.of(sizes, schedule, 1, self.num_slow)
+        return LayerSizes(num_values, num_v_values, self._scenario.workload.head_dim, BYTES_PER_VALUE)
 
     def head_groups(self) -> list[int]:
         """Return the numbers of head groups that a coded layer tries, ascending."""
