@@ -13,7 +13,7 @@ from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.cell_rows import RecordedVariant
 from xfuser_cocodiff.lab.cluster_bench.coded_exchange import coded_exchanges
-from xfuser_cocodiff.lab.cluster_bench.measurement import Speed, measure_split
+from xfuser_cocodiff.lab.cluster_bench.measurement import SLOWER, Speed, measure_split
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell, add_modes
@@ -22,7 +22,7 @@ from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, V
 from xfuser_cocodiff.lab.emulation import namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
-from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, format_remaining
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 _KEY = (
@@ -34,8 +34,8 @@ how a cell is measured, not which cell it is, so that a record has one cell for 
 
 _LARGEST_RATIO = 2.0
 """Predicted step time over that of the fastest variant up to which variants are measured at the same dilation."""
-_ITEMS_OF_A_RUN = 2
-"""A variant is recorded in 1.5 s; its one or two steps of 2 s each run `repeats` times, and once half as fast."""
+_ITEMS_OF_A_RUN = 4
+"""A variant is recorded in 1.5 s; its one or two steps, which take 6 s, run `repeats` times, and once half as fast."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,19 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     for group in _similar(worth_measuring):
         speed, split = _speed(cell, group, conditions), group[0].variant.split
         names = ", ".join(each.variant.name for each in group)
-        progress.report(f"{_title(cell)}: measure {names} at a dilation of {speed.dilation:g}")
+        duration = format_remaining(_expected_seconds(group, speed))
+        progress.report(f"{_title(cell)}: measure {names} for {duration} at a dilation of {speed.dilation:g}")
         rows += _measured_rows(group, recorded[split].counts, speed, conditions)
         _advance(progress, (conditions.items - 1) * len(group))
     order = [each.variant.name for each in known]
     rows.sort(key=lambda row: order.index(row["mode"]))
     return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits, precisions)}
+
+
+def _expected_seconds(variants: Sequence[RecordedVariant], speed: Speed) -> float:
+    """Return the time in which variants are measured, if no run has to be repeated."""
+    steps = (each.predictions[name].seconds for each in variants for name in each.without_slow_alternatives().programs)
+    return speed.dilation * (speed.repeats + SLOWER) * sum(steps)
 
 
 def _similar(recorded: Sequence[RecordedVariant]) -> list[list[RecordedVariant]]:
