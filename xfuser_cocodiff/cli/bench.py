@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli import bench_cluster, bench_tables, on_ranks
+from xfuser_cocodiff.cli import bench_cluster, bench_frontier, bench_tables, on_ranks
 from xfuser_cocodiff.cli.output import fail, write_json
 
 
@@ -16,6 +16,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(subjects)
     bench_cluster.add_parser(subjects)
     bench_tables.add_parser(subjects)
+    bench_frontier.add_parser(subjects)
     _add_kernels(subjects)
     _add_all(subjects)
 

@@ -25,9 +25,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODES",
         help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;bits_o=1 (%(default)s)",
     )
-    parser.add_argument("--sweep", action="store_true", help="also measure a sweep of codecs and baselines")
+    parser.add_argument(
+        "--sweep",
+        nargs="?",
+        const="all",
+        choices=("all", "methods"),
+        help="also measure a sweep of codecs and baselines, or only the codecs of other systems and modes by heads "
+        "(%(const)s)",
+    )
     parser.add_argument("--seeds", type=int, default=16, help="number of images per mode (%(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="denoising steps of each run (%(default)s)")
+    parser.add_argument(
+        "--guidance_scale", type=float, metavar="SCALE", help="guidance scale of the pipeline (default: its own)"
+    )
     parser.add_argument("--size", type=int, default=128, help="height and width of the images in pixels (%(default)s)")
     parser.add_argument("--frames", type=int, default=9, help="frames of videos (%(default)s)")
     parser.add_argument(
@@ -48,21 +58,25 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.comparison import inpainting, quality
+    from xfuser_cocodiff.lab.comparison import frontier, inpainting, quality
     from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
     try:
-        config, cases = make_config(options), quality.parse_cases(options.mode.split(","), options.sweep)
+        config, series = make_config(options), quality.SWEEPS[options.sweep] if options.sweep else ()
+        cases = quality.parse_cases(options.mode.split(","), series)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
     except ValueError as error:
         return fail(str(error))
     progress = ProgressReporter(sys.stderr)
     progress.report(f"loading {options.model}")
-    evaluator = quality.QualityEvaluator(
-        *(options.model, config, options.seeds, options.steps, options.size),
-        *(quality.DTYPES[options.dtype], progress.advance, options.frames),
-    )
+    try:
+        evaluator = quality.QualityEvaluator(
+            *(options.model, config, options.seeds, options.steps, options.size),
+            *(quality.DTYPES[options.dtype], progress.advance, options.frames, options.guidance_scale),
+        )
+    except ValueError as error:
+        return fail(str(error))
     masks = inpainting.MASKS if evaluator.inpaints and not options.no_inpainting else ()
     progress.set_total((1 + len(cases)) * (1 + len(masks)) * options.steps)
     record, gallery = quality.measure(evaluator, cases, masks, progress.report)
@@ -70,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     quality.show(record)
     write_json(options, record)
     if options.plot:
-        quality.draw(record, options.plot)
+        frontier.draw([record], options.plot)
     if options.sheet:
         quality.draw_pictures(gallery, options.sheet)
     return 0

@@ -39,7 +39,9 @@ def test_runs_are_selected_by_the_part_before_a_dash() -> None:
     names = [run.name for run in suite.select("cluster,kernels")]
     assert names[:4] == [f"cluster-aurora-{model}" for model in ("sd35", "flux1", "qwen-image", "flux2")]
     assert names[-1] == "kernels" and all(name.startswith("cluster-") for name in names[:-1])
-    assert [run.name for run in suite.select("frontier")] == ["frontier"]
+    frontier = [run.name for run in suite.select("frontier")]
+    assert frontier[:2] == ["frontier", "frontier-FLUX.1-dev-50"] and frontier[-1] == "frontier-Wan2.1-T2V-unguided-4"
+    assert len(frontier) == 1 + 4 * 4
 
 
 @pytest.mark.parametrize("run", suite.select("cluster"), ids=lambda run: run.name)

@@ -23,7 +23,7 @@ def variant(name: str, ulysses: int = 16, ring: int = 1) -> dict[str, Any]:
 def rows_of_sweep() -> list[dict[str, Any]]:
     """Return rows as `cocodiff quality --sweep --mode balanced,fast,paper,balanced@bits=1;bits_o=1` writes them for
     2x2 virtual ranks, each with its number as PSNR."""
-    cases = quality.parse_cases(["balanced", "fast", "paper", "balanced@bits=1;bits_o=1"], sweep=True)
+    cases = quality.parse_cases(["balanced", "fast", "paper", "balanced@bits=1;bits_o=1"], [*quality.SWEEP])
     rings = (quality.COMPACTFUSION, quality.MODES_IN_RING)
     return [
         {

@@ -17,15 +17,16 @@ from xfuser_cocodiff.cli import quality as quality_command
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.comparison import quality
+from xfuser_cocodiff.lab.comparison import frontier, quality
 from xfuser_cocodiff.lab.models import hub
+from xfuser_cocodiff.xdit.session.session import active
 
 CONFIG = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
 
 
 def evaluate(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
     evaluator = quality.QualityEvaluator("FLUX.1-dev", CONFIG, seeds=2, steps=6, size=128, dtype=torch.float32)
-    cases = quality.parse_cases(["balanced@bits=8;bits_o=8", "balanced@bits=2;bits_o=2", "paper"], sweep=False)
+    cases = quality.parse_cases(["balanced@bits=8;bits_o=8", "balanced@bits=2;bits_o=2", "paper"])
     record, gallery = quality.measure(evaluator, cases, ["center"], lambda case: None)
     baselines = [
         quality.CodecCase("balanced", None, True, quality.FP8),
@@ -88,7 +89,7 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
     json.dumps(record, allow_nan=False)
     quality.show(record)
     assert "bits=8,bits_o=8" in capsys.readouterr().out
-    quality.draw(record, tmp_path / "plot.png")
+    frontier.draw([record], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert {task: list(images) for task, images in gallery.items()} == {
         "": ["stock", "paper"],
@@ -178,12 +179,34 @@ def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path,
     texts = {"kv": "gathered K and V", "heads": "by heads", "ring": "ring"}
     for exchanges, line in zip(expected, lines, strict=False):
         assert f"  {', '.join(texts[each] for each in exchanges)}  " in line
-    quality.draw(record, tmp_path / "plot.png")
+    frontier.draw([record], tmp_path / "plot.png")
+
+
+def evaluate_guidance(rank: int) -> list[tuple[int, dict]]:
+    """Return the number of coded branches and the record of a run, with the pipeline's guidance and without."""
+    results = []
+    for scale in (None, 1.0):
+        settings = {"seeds": 1, "steps": 2, "size": 64, "dtype": torch.float32, "guidance_scale": scale}
+        evaluator = quality.QualityEvaluator("SD3.5", CONFIG, **settings)
+        record, _ = quality.measure(evaluator, quality.parse_cases(["balanced"]), [], lambda case: None)
+        results.append((active().runtime.reports[-1].sent_bytes, record))
+    with pytest.raises(ValueError, match=r"--guidance_scale 3 is not valid: the pipeline of Hunyuanvideo-1.5 has none"):
+        quality.QualityEvaluator("Hunyuanvideo-1.5", CONFIG, 1, 2, 64, torch.float32, guidance_scale=3.0)
+    return results
+
+
+@pytest.mark.usefixtures("hub")
+def test_guidance_can_be_turned_off() -> None:
+    hub.write_cache(Path(os.environ["HF_HOME"]), ["Hunyuanvideo-1.5"])
+    [[(guided_bytes, guided), (unguided_bytes, unguided)]] = ranks.run(evaluate_guidance, 1)
+    assert unguided_bytes < 0.6 * guided_bytes, "there are two branches"
+    assert (guided["guidance_scale"], unguided["guidance_scale"]) == (None, 1.0)
+    assert (unguided["model"], unguided["steps"]) == ("SD3.5", 2)
 
 
 def evaluate_model(rank: int, model: str, dtype: torch.dtype, *modes: str) -> tuple[dict, quality.Gallery]:
     evaluator = quality.QualityEvaluator(model, CONFIG, seeds=2, steps=4, size=64, dtype=dtype)
-    return quality.measure(evaluator, quality.parse_cases(modes, sweep=False), [], lambda case: None)
+    return quality.measure(evaluator, quality.parse_cases(modes), [], lambda case: None)
 
 
 @pytest.mark.usefixtures("hub")

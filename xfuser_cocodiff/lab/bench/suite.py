@@ -9,10 +9,11 @@ from pathlib import Path
 
 from xfuser_cocodiff.lab.comparison import launch
 
-PICTURES, VIDEOS = "FLUX.1-dev", "Wan2.1-T2V"
+PICTURES, GUIDED_PICTURES, VIDEOS = TRAINED = "FLUX.1-dev", "SD3.5", "Wan2.1-T2V"
 """Small trained models."""
 FRONTIER = "frontier"
-"""Name of the run that measures the PSNR of all variants."""
+"""Name of the run that measures the PSNR of all variants, and beginning of those that compare methods."""
+_STEPS = (50, 20, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ RUNS = (
             f"quality-{model}-{steps}", f"quality --model {model} --steps {steps}{' --no_inpainting' * (steps < 50)}"
         )
         for model in (PICTURES, VIDEOS)
-        for steps in (50, 20, 8, 4)
+        for steps in _STEPS
     ),
     *(
         BenchRun(
@@ -111,7 +112,7 @@ RUNS = (
             f"quality --model {model} --steps {steps} --mode balanced,fast {_BY_HEADS} --no_inpainting",
         )
         for model in (PICTURES, VIDEOS)
-        for steps in (50, 20, 8, 4)
+        for steps in _STEPS
     ),
     BenchRun(
         "resolution",
@@ -145,6 +146,19 @@ RUNS = (
     BenchRun("a2a", "bench a2a", "--preset aurora"),
     BenchRun("kernels", "bench kernels"),
     BenchRun(FRONTIER, f"quality --model {PICTURES} --sweep --no_inpainting"),
+    *(
+        BenchRun(
+            f"{FRONTIER}-{model}-{name}{steps}",
+            f"quality --model {model} --steps {steps} --seeds 8 --sweep methods --no_inpainting{scale}",
+        )
+        for model, name, scale in (
+            (PICTURES, "", ""),
+            (GUIDED_PICTURES, "", ""),
+            (VIDEOS, "", ""),
+            (VIDEOS, "unguided-", " --guidance_scale 1"),
+        )
+        for steps in _STEPS
+    ),
     *(
         BenchRun(f"cluster-{name}", f"bench cluster {options} --modes default,{_ALONE} --repeats 3")
         for name, options in _CLUSTERS.items()
@@ -180,7 +194,7 @@ def execute(runs: Sequence[BenchRun], folder: Path) -> list[BenchRun]:
     folder.mkdir(parents=True, exist_ok=True)
     models = {"HF_HOME": str(folder / "models"), "HF_HUB_OFFLINE": "1"}
     if any("--model" in run.command + run.compared and not run.is_cluster for run in runs):
-        write_cache(folder / "models", (PICTURES, VIDEOS))
+        write_cache(folder / "models", TRAINED)
     failed = []
     for run in runs:
         output = folder / f"{run.name}.txt"

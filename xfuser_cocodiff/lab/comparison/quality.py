@@ -65,6 +65,12 @@ SWEEP: dict[str, list[tuple[str, str | None]]] = {
     ],
 }
 """By series, modes and changes to their schedules. Modes use their default exchange, unless a series replaces it."""
+ALL, METHODS = "all", "methods"
+SWEEPS: dict[str, tuple[str, ...]] = {
+    ALL: tuple(SWEEP),
+    METHODS: (MODES_BY_HEADS, FP8, ROW_FP8, INT8, FP4, COMPACTFUSION),
+}
+"""Series of a sweep, by its name: all, or the modes by heads and the codecs of other systems."""
 EXCHANGES = {
     (): "not coded",
     (plans.HEADS,): "by heads",
@@ -129,6 +135,10 @@ class QualityEvaluator:
         dtype: of weights and activations.
         after_step: called after each step of a run.
         frames: of videos.
+        guidance_scale: of classifier-free guidance, or of its embedding; None for the pipeline's default.
+
+    Raises:
+        ValueError: the pipeline has no guidance scale.
     """
 
     def __init__(
@@ -141,12 +151,17 @@ class QualityEvaluator:
         dtype: torch.dtype,
         after_step: Callable[[], object] = lambda: None,
         frames: int = 9,
+        guidance_scale: float | None = None,
     ) -> None:
         self._pipeline, self._config, self._after_step = (
             single_rank.SingleRankPipeline(model, dtype),
             config,
             after_step,
         )
+        self.settings = {"model": model, "steps": steps, "guidance_scale": guidance_scale}
+        """What records name beside the seeds."""
+        if guidance_scale is not None and not self._pipeline.accepts_argument("guidance_scale"):
+            raise ValueError(f"--guidance_scale {guidance_scale:g} is not valid: the pipeline of {model} has none")
         # This selects xDiT's attention for stock too, as on many ranks; that of diffusers has masks of its own.
         self._pipeline.configure(replace(config, mode=MODES[-1]))
         self._seeds, self._steps, self._size = seeds, steps, size
@@ -201,6 +216,8 @@ class QualityEvaluator:
         self._pipeline.configure(config, BASELINES.get(case.series))
         generators = [torch.Generator().manual_seed(first_seed + number) for number in range(self._seeds)]
         arguments: dict[str, Any] = {"generator": generators, "output_type": "np", **self._shape}
+        if self.settings["guidance_scale"] is not None:
+            arguments["guidance_scale"] = self.settings["guidance_scale"]
         if self._pipeline.accepts_argument("callback_on_step_end"):
             arguments["callback_on_step_end"] = after_step
         output = self._pipeline(prompts, self._steps, _TEXT_TOKENS, **arguments)
@@ -272,7 +289,13 @@ def measure(
             for task in tasks:
                 gallery[task][case.mode] = images[task].values
     seeds = len(stock[""].values)
-    return {**host.header(), "seeds": seeds, "inpaints": evaluator.inpaints, "rows": rows}, gallery
+    return {
+        **host.header(),
+        **evaluator.settings,
+        "seeds": seeds,
+        "inpaints": evaluator.inpaints,
+        "rows": rows,
+    }, gallery
 
 
 def _repeats_default(case: CodecCase, rows: Sequence[dict[str, Any]]) -> bool:
@@ -328,12 +351,12 @@ def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
     return float(structural_similarity(reference, other, data_range=1.0))
 
 
-def parse_cases(modes: Sequence[str], sweep: bool) -> list[CodecCase]:
+def parse_cases(modes: Sequence[str], series: Sequence[str] = ()) -> list[CodecCase]:
     """Return the cases to evaluate.
 
     Args:
         modes: each MODE or MODE@SCHEDULE, where a semicolon stands for a comma.
-        sweep: whether to add the cases of SWEEP.
+        series: keys of SWEEP, whose cases are added.
 
     Raises:
         ValueError: a mode is unknown or exact, or a schedule is not valid.
@@ -347,9 +370,7 @@ def parse_cases(modes: Sequence[str], sweep: bool) -> list[CodecCase]:
         if changes:
             CodecSchedule.parse(changes, CodecSchedule())
         cases.append(CodecCase(mode, changes, bool(changes), f"{mode}, changed" if changes else mode))
-    if sweep:
-        cases += [CodecCase(*each, sweep=True, series=series) for series, group in SWEEP.items() for each in group]
-    return cases
+    return cases + [CodecCase(*each, sweep=True, series=name) for name in series for each in SWEEP[name]]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -388,31 +409,6 @@ def show(record: dict[str, Any]) -> None:
 
 def _format_decimal(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.1f}"
-
-
-def draw(record: dict[str, Any], file: Path) -> None:
-    """Plot PSNR by bytes: modes as stars, and the series of a sweep as points of one color each."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in record["rows"] if row["psnr_db_mean"] is not None]
-    for series in dict.fromkeys(row["series"] for row in rows):
-        points = sorted((row for row in rows if row["series"] == series), key=lambda row: row["bytes_slow_fraction"])
-        x, y = ([row[key] for row in points] for key in ("bytes_slow_fraction", "psnr_db_mean"))
-        marker, size = ("*", 9) if series in MODES_IN else (".", 8) if points[0]["sweep"] else ("*", 15)
-        exchanges = dict.fromkeys(EXCHANGES[tuple(row["exchanges"])] for row in points)
-        label = series if series in BASELINES else f"{series} ({', '.join(exchanges)})"
-        axes.plot(x, y, marker, markersize=size, label=label)
-    axes.set(
-        xscale="log", xlabel="bytes on slow links, over lossless ones of the same exchange", ylabel="PSNR to stock, dB"
-    )
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter("{x:g}")
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(file)
 
 
 def draw_pictures(gallery: Gallery, file: Path) -> None:
