@@ -32,8 +32,8 @@ _KEY = (
 """Fields by which a cell of an earlier record is recognized. The number of recorded blocks is none of them: it changes
 how a cell is measured, not which cell it is, so that a record has one cell for both numbers."""
 
-_LARGEST_RATIO = 2.0
-"""Predicted step time over that of the fastest variant up to which variants are measured at the same dilation."""
+_LARGEST_RATIO = 1.5
+"""Dilation that a variant needs over the lowest needed one up to which variants are measured together."""
 _ITEMS_OF_A_RUN = 4
 """A variant is recorded in 1.5 s; its one or two steps, which take 6 s, run `repeats` times, and once half as fast."""
 
@@ -99,7 +99,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     worth_measuring = cell_rows.worth_measuring(known)
     rows = [cell_rows.predicted_row(each, conditions.quality) for each in known if each not in worth_measuring]
     _advance(progress, (conditions.items - 1) * len(rows))
-    for group in _similar(worth_measuring):
+    for group in _similar(worth_measuring, conditions):
         speed, split = _speed(cell, group, conditions), group[0].variant.split
         names = ", ".join(each.variant.name for each in group)
         duration = format_remaining(_expected_seconds(group, speed))
@@ -117,18 +117,19 @@ def _expected_seconds(variants: Sequence[RecordedVariant], speed: Speed) -> floa
     return speed.dilation * (speed.repeats + SLOWER) * sum(steps)
 
 
-def _similar(recorded: Sequence[RecordedVariant]) -> list[list[RecordedVariant]]:
-    """Return groups of variants of one split, in which none takes more than twice as long as another one.
+def _similar(recorded: Sequence[RecordedVariant], conditions: Conditions) -> list[list[RecordedVariant]]:
+    """Return groups of variants of one split that need similar dilations.
 
-    Each group has a dilation of its own, so that slow variants do not wait for as long as the fastest one needs.
+    Each group has a dilation of its own, so that a variant with few messages does not wait for one with many.
     """
     groups: list[list[RecordedVariant]] = []
+    needed = {each.variant.name: _speed(each.cell, [each], conditions).dilation for each in recorded}
     for _, of_split in itertools.groupby(recorded, lambda each: each.variant.split):
         limit = 0.0
-        for each in sorted(of_split, key=lambda each: each.predicted_step_seconds):
-            if each.predicted_step_seconds > limit:
+        for each in sorted(of_split, key=lambda each: needed[each.variant.name]):
+            if needed[each.variant.name] > limit:
                 groups.append([])
-                limit = _LARGEST_RATIO * each.predicted_step_seconds
+                limit = _LARGEST_RATIO * needed[each.variant.name]
             groups[-1].append(each)
     return groups
 
