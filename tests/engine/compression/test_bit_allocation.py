@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,20 @@ def test_overrides_may_follow_a_file(file: Path) -> None:
 
 
 def test_a_file_leaves_branches_coded_together(file: Path) -> None:
-    """A file has bits only; the weight of the leading branch is the mode's, unless it follows the file."""
+    """The weight of the leading branch is the mode's, unless the file has one or one follows it."""
     base = CodecSchedule(joint=1.25)
     weights = [CodecSchedule.parse(text, base).joint for text in (f"@{file}", f"@{file},joint=0")]
     assert weights == [1.25, 0.0]
+    file.write_text(json.dumps(replace(BOTH, joint=0.5).to_json()))
+    weights = [CodecSchedule.parse(text, base).joint for text in (f"@{file}", f"@{file},joint=0")]
+    assert weights == [0.5, 0.0]
+    file.write_text(json.dumps(BOTH.to_json() | {"joint": 3}))
+    with pytest.raises(ValueError, match="joint 3; it must be a weight from 0 to 2, or null"):
+        bit_allocation.read(f"@{file}")
+    earlier = BOTH.to_json()
+    del earlier["joint"]
+    file.write_text(json.dumps(earlier))
+    assert bit_allocation.read(f"@{file}").joint is None
 
 
 @pytest.mark.parametrize("override", ["bits=4", "bits_q=1", "cached=0.5", "score=change"])

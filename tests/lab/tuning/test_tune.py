@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 
@@ -32,16 +33,24 @@ class SyntheticTrials:
     exact_fraction = 1.0
     layers = LAYERS
 
-    def __init__(self, lost_db: float = 0.0, sent: str = LETTERS) -> None:
+    def __init__(
+        self, lost_db: float = 0.0, sent: str = LETTERS, lost_by_joint: Mapping[float | None, float] | None = None
+    ) -> None:
         self.runs: list[str] = []
+        self.allocations: list[BitAllocation] = []
         self._lost_db, self._sent = lost_db, sent
+        self._lost_by_joint = lost_by_joint or {}
 
     def run_mode(self, mode: str, held_out: bool = False, schedule: str | None = None) -> BitTrial:
-        bits = float(schedule.rpartition("=")[2]) if schedule else 2
-        return self._trial(f"{mode} {bits}", lambda *_: bits, 8, held_out)
+        changes = dict(pair.split("=") for pair in schedule.split(",")) if schedule else {}
+        bits, joint = float(changes.get("bits", 2)), float(changes.get("joint", 1))
+        lost_db = self._lost_by_joint.get(joint, 0.0)
+        return self._trial(f"{mode} {bits} {joint}", lambda *_: bits, 8, held_out, lost_db)
 
     def run_allocation(self, name: str, allocation: BitAllocation, held_out: bool = False) -> BitTrial:
+        self.allocations.append(allocation)
         lost_db = self._lost_db if name.startswith(("try", "tuned")) else 0.0
+        lost_db += self._lost_by_joint.get(allocation.joint, 0.0)
 
         def bits_at(layer: str, letter: str, done: float) -> float | None:
             return allocation.bits(layer, done)[letter]
@@ -95,6 +104,33 @@ def test_psnr_target_is_met_despite_wrong_predictions(lost_db: float) -> None:
     assert 40 - 0.3 <= result.tuned.mean_psnr_db < 41.5
     assert result.held_out["tuned"].mean_psnr_db == pytest.approx(result.tuned.mean_psnr_db)
     assert {*result.held_out} == {"tuned", "balanced", "fast"}
+
+
+@pytest.mark.parametrize(
+    ("lost_by_joint", "joint"),
+    [
+        ({}, None),
+        ({0.0: 4.0, 1.25: 0.5}, 1.0),
+        ({0.0: 4.0, 1.25: -2.0}, 1.25),
+        ({0.0: -3.0, 1.25: 1.0}, 0.0),
+        ({0.0: 4.0, 1.25: -0.2}, 1.0),  # below the tolerance
+    ],
+)
+def test_branches_of_guidance_have_the_best_weight(lost_by_joint: dict[float, float], joint: float | None) -> None:
+    """Without guidance the weight has no effect, and files leave it to the mode."""
+    trials = SyntheticTrials(lost_by_joint=lost_by_joint)
+    result = make_tuner(trials).tune(TuningTarget(bytes_fraction=0.15))
+    assert result.allocation.joint == joint
+    assert {each.joint for each in trials.allocations} == {joint}, "all measurements have the weight of the result"
+    assert len([run for run in trials.runs if run.endswith("False")]) <= MAX_RUNS
+
+
+@pytest.mark.parametrize(("joint", "predictor"), [(None, 0.5), (1.0, "auto")])
+def test_files_have_the_prediction_of_the_mode(joint: float | None, predictor: float | str) -> None:
+    """`balanced` predicts otherwise in short runs with guidance."""
+    trials = SyntheticTrials(lost_by_joint={0.0: 2.0} if joint else {})
+    result = Tuner(trials, "model", 8, lambda message: None).tune(TuningTarget(bytes_fraction=0.25))
+    assert (result.allocation.joint, result.allocation.predictor) == (joint, predictor)
 
 
 def test_unimportant_values_are_not_sent_with_few_bytes() -> None:

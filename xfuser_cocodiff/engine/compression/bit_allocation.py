@@ -17,6 +17,8 @@ FORMAT = "cocodiff schedule 1"
 """Value of `format` in a schedule file."""
 LETTERS = "qkvo"
 """Letters of the tensors."""
+MAX_JOINT = 2
+"""Largest weight of the leading branch of guidance."""
 NOT_SENT = 0.0
 """Bits of tensors that are not sent: receivers keep their prediction."""
 Bits = float | None
@@ -41,6 +43,8 @@ class BitAllocation:
     """Model that was tuned; None for any model with these layers."""
     source: str = ""
     """Where the allocation comes from, in words."""
+    joint: float | None = None
+    """Weight of the leading branch of guidance, see :attr:`CodecSchedule.joint`; None for the mode's."""
 
     def bits(self, layer: str | None, progress: float) -> dict[str, Bits]:
         """Return the bits of Q, K, V and O.
@@ -94,6 +98,7 @@ class BitAllocation:
             "starts": [*self.starts],
             "first": _codec_name(self.first),
             "predictor": self.predictor,
+            "joint": self.joint,
             "schedule": schedule,
         }
 
@@ -177,7 +182,10 @@ def _from_json(record: Any, source: str) -> BitAllocation:
     if not layers or any(len(bits) != len(starts) for of_tensors in layers.values() for bits in of_tensors.values()):
         raise ValueError(f"{len(layers)} layers, some of them without bits for all {len(starts)} phases")
     first, predictor = _bits_of(record["first"]), record["predictor"]
-    return BitAllocation(starts, layers, first, predictor, int(record["steps"]), record["model"], source)
+    joint = record.get("joint")  # files of earlier versions have none
+    if joint is not None and not 0 <= joint <= MAX_JOINT:
+        raise ValueError(f"joint {joint}; it must be a weight from 0 to {MAX_JOINT}, or null")
+    return BitAllocation(starts, layers, first, predictor, int(record["steps"]), record["model"], source, joint)
 
 
 _EXACT, _NOTHING = "exact", "nothing"

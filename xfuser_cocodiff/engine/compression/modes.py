@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.engine.compression import bit_allocation
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, MAX_JOINT, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import (
     CHANGE,
     DRIFT,
@@ -142,14 +142,16 @@ class CodecSchedule:
 
         Args:
             text: the changes, see NOTATION.
-            base: schedule to change; if the text begins with a file, its schedule replaces all but `joint`.
+            base: schedule to change; if the text begins with a file, its schedule replaces all, but for `joint` if the
+                file has none.
 
         Raises:
             ValueError: the text is not in the notation, or has values that no schedule has.
         """
         if text.startswith("@"):
             file, _, text = text.partition(",")
-            base = replace(cls.of(bit_allocation.read(file)), joint=base.joint)
+            allocation = bit_allocation.read(file)
+            base = replace(cls.of(allocation), joint=base.joint if allocation.joint is None else allocation.joint)
             if not text:
                 return base
         found: dict[str, Any] = {}
@@ -235,8 +237,8 @@ def _read_fraction(text: str, maximum: float = 1.0) -> float:
 
 
 def _read_weight(text: str) -> float:
-    """Read a weight from 0 to 2."""
-    return _read_fraction(text, 2.0)
+    """Read a weight of the leading branch."""
+    return _read_fraction(text, MAX_JOINT)
 
 
 def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
@@ -293,7 +295,7 @@ _READERS = {
     **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _BITS_RAMP),
     "score": (_one_of(SCORES), ", ".join(SCORES)),
     "predictor": (lambda text: text if text == ADAPTIVE else _read_fraction(text), f"{_FRACTIONS}, and {ADAPTIVE}"),
-    "joint": (_read_weight, "weights from 0 to 2"),
+    "joint": (_read_weight, f"weights from 0 to {MAX_JOINT}"),
     "exact": (_read_names, "prefixes of layer names, joined by +"),
 }
 """Reader of each key's value, and its valid values in words."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation, Bits
-from xfuser_cocodiff.engine.compression.modes import FEW_STEPS
+from xfuser_cocodiff.engine.compression.modes import FEW_STEPS, CodecSchedule
 from xfuser_cocodiff.lab.tuning.rate_distortion import (
     EXACT_BITS,
     Allocation,
@@ -36,7 +36,12 @@ _TOLERANCE_DB = 0.3
 _LEAST_FRACTION = 0.01
 """Fraction of all values above which a tensor counts as sent; metadata of lossless values takes less than that."""
 _MAX_TRIES = 3
-MAX_RUNS = 1 + 5 + len(LETTERS) + MAX_PHASES + MAX_GROUPS + _MAX_TRIES
+_JOINT = 1.0
+"""Weight of the leading branch of guidance in modes; others must gain more than the tolerance."""
+_OTHER_JOINT = (0.0, 1.25)
+"""Weights that are tried in place of it: none, which codes branches by themselves, and one that cancels errors of the
+leading branch at a guidance scale of 5."""
+MAX_RUNS = 1 + 5 + len(_OTHER_JOINT) + len(LETTERS) + MAX_PHASES + MAX_GROUPS + _MAX_TRIES
 """Largest number of runs before the held-out runs."""
 HELD_OUT_RUNS = 4
 """Runs on held-out prompts: exact, tuned and two modes."""
@@ -110,7 +115,13 @@ class Tuner:
         self._trials, self._model, self._steps, self._report = trials, model, steps, report
         self._starts = phase_starts(steps)
         self._probe_bits: float = 2.7 if steps <= FEW_STEPS else 1.6
-        self._mode = modes.BALANCED_FEW if steps <= FEW_STEPS else modes.BALANCED
+        self._joint: float | None = None
+        """Weight of the leading branch of guidance; None without guidance, and before it is known."""
+
+    @property
+    def _mode(self) -> CodecSchedule:
+        """Schedule of `balanced`, whose prediction the allocation has."""
+        return modes.preset("balanced", self._steps, is_guided=self._joint is not None) or CodecSchedule()
 
     def tune(self, target: TuningTarget) -> TuningResult:
         """Search for the allocation that meets a target.
@@ -162,7 +173,8 @@ class Tuner:
         Returns:
             The rate-distortion model, and the trials with the same bits everywhere.
         """
-        uniform = {bits: self._run_uniform(bits) for bits in sorted({1, 2, 4, self._probe_bits})}
+        self._joint = self._choose_joint()
+        uniform = {bits: self._run_uniform(bits, self._joint) for bits in sorted({1, 2, 4, self._probe_bits})}
         nothing = self._run_part("nothing but the first step", bits=NOT_SENT, first=FIRST_STEP_BITS)
         tensors = [self._run_part(f"only {letter.upper()}", tensors=letter) for letter in LETTERS]
         phases = [self._run_part(f"only phase {phase + 1}", phase=phase) for phase in range(len(self._starts))]
@@ -203,8 +215,26 @@ class Tuner:
         """Layer groups; known after the first trial."""
         return split_layers(self._trials.layers, MAX_GROUPS)
 
-    def _run_uniform(self, bits: float) -> BitTrial:
-        return self._trials.run_mode("balanced", schedule=f"first={FIRST_STEP_BITS},bits={bits:g},bits_o={bits:g}")
+    def _choose_joint(self) -> float | None:
+        """Return the weight of the leading branch with the highest PSNR; None if the model has no guidance.
+
+        Without guidance the weight has no effect.
+        """
+        by_default = self._run_uniform(self._probe_bits, _JOINT)
+        if self._run_uniform(self._probe_bits, 0.0).psnr_db == by_default.psnr_db:
+            return None
+        best, best_psnr = _JOINT, by_default.mean_psnr_db + _TOLERANCE_DB
+        for joint in _OTHER_JOINT:
+            psnr = self._run_uniform(self._probe_bits, joint).mean_psnr_db
+            if psnr > best_psnr:
+                best, best_psnr = joint, psnr
+        self._report(f"branches of guidance: joint={best:g}")
+        return best
+
+    def _run_uniform(self, bits: float, joint: float | None) -> BitTrial:
+        changes = "" if joint in (None, _JOINT) else f",joint={joint:g}"
+        schedule = f"first={FIRST_STEP_BITS},bits={bits:g},bits_o={bits:g}{changes}"
+        return self._trials.run_mode("balanced", schedule=schedule)
 
     def _run_part(
         self,
@@ -237,7 +267,8 @@ class Tuner:
             }
             for layer in self._trials.layers
         }
-        allocation = BitAllocation(self._starts, by_layer, first, self._mode.predictor, self._steps)
+        predictor = self._mode.predictor
+        allocation = BitAllocation(self._starts, by_layer, first, predictor, self._steps, joint=self._joint)
         return self._trials.run_allocation(name, allocation)
 
     def _to_bit_allocation(self, units: Allocation, sent: Collection[str]) -> BitAllocation:
@@ -260,7 +291,10 @@ class Tuner:
             for index, group in enumerate(self._groups)
             for layer in group
         }
-        return BitAllocation(self._starts, bits, FIRST_STEP_BITS, self._mode.predictor, self._steps, self._model)
+        predictor = self._mode.predictor
+        return BitAllocation(
+            self._starts, bits, FIRST_STEP_BITS, predictor, self._steps, self._model, joint=self._joint
+        )
 
     def _run_held_out(self, allocation: BitAllocation) -> dict[str, BitTrial]:
         name = f"tuned {_checksum(allocation)}"
