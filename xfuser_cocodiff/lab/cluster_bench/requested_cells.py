@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
-from xfuser_cocodiff.engine.settings.options import EXACT, MODES
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MODES
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
@@ -21,7 +21,7 @@ from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 DEFAULT = "default"
 """Name that stands for all variants of :data:`DEFAULT_MODES` that apply to a cell."""
 DEFAULT_MODES = (
-    *(variants.BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "paper"),
+    *(variants.BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", AUTO, "paper"),
     *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
 )
 MAX_RANKS = 32
@@ -165,7 +165,7 @@ def _applicable(cell: Cell) -> list[str]:
         is_lossy = mode in MODES and mode != EXACT
         if not is_lossy or by_default:
             names.append(name)
-        if is_lossy and name == mode and slow_axes and {*slow_axes} != {*by_default}:
+        if is_lossy and name == mode != AUTO and slow_axes and {*slow_axes} != {*by_default}:
             names.append(f"{name}@slow_axes={';'.join(slow_axes)}")
     return names
 
