@@ -143,7 +143,8 @@ def test_the_command_fills_a_page_and_draws_pictures(tmp_path: Path, capsys: pyt
     best, lossy = row("best_stock", 1.0), row("balanced", 0.5, lossless=False)
     for each in (best, lossy):
         each["speedup_over_best_stock"] = 1.0 / each["step_seconds"][1]
-    (tmp_path / "cluster-one.json").write_text(json.dumps({"cells": [cell(best, lossy)]}))
+    graphs = cell(row("best_stock", 1.0), row("balanced", 0.1), launch_us=0.0)
+    (tmp_path / "cluster-one.json").write_text(json.dumps({"cells": [cell(best, lossy), graphs]}))
     quality = {"mode": "balanced", "sweep": False, "exchanges": ["heads"], "psnr_db_mean": 53.0}
     (tmp_path / "frontier.json").write_text(json.dumps({"rows": [quality]}))
     page, picture = tmp_path / "page.md", tmp_path / "pictures/frontier-aurora.png"

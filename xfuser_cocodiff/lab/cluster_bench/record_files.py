@@ -1,11 +1,14 @@
 """Reads all records of `cocodiff bench cluster` in a folder as one."""
 
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.lab.cluster_bench import benchmark, cell_rows
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
+from xfuser_cocodiff.lab.simulation.machines import machine_named
 
 _CELL = ("machine", "nodes", "model", "resolution", "batch", "text_tokens", "launch_us", "predicted")
 """Fields that tell cells of a folder apart."""
@@ -36,6 +39,15 @@ def read_folder(folder: Path, quality: QualityRecord) -> list[dict[str, Any]]:
     for cell in merged.values():
         benchmark.set_psnr(cell, quality)
     return list(merged.values())
+
+
+def with_own_launch_time(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the cells whose kernel launches take the host time of their machine, and not that of `--launch_us`."""
+    return [
+        cell
+        for cell in cells
+        if math.isclose(cell["launch_us"], 1e6 * machine_named(cell["machine"]).accelerator.launch_seconds)
+    ]
 
 
 def _created(file: Path) -> str:
