@@ -1,6 +1,7 @@
 """Guidance branches coded together, against their definition, and the ends of each link against each other."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_s
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
@@ -242,8 +244,10 @@ def assert_equal_ends(found: list[list[tuple]]) -> None:
             assert torch.equal(near[0][here], far[1][there]) and torch.equal(near[1][here], far[0][there])
 
 
-def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch: int) -> list[tuple]:
-    """Run all-to-alls whose batch has two branches and compare what arrives; return the references of both ends."""
+def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch: int, branches: int) -> list[tuple]:
+    """Run all-to-alls whose batch has several branches and compare what arrives, and the bytes with those that are
+    predicted; return the references of both ends.
+    """
     kernels.use("torch")
     size = dist.get_world_size()
     mesh, partition = over(sizes)
@@ -253,25 +257,47 @@ def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch:
     expected = BatchedDefinitions(settings.joint, 1 - settings.cached[0])
     runtime.begin_run(STEPS)
     for step in range(STEPS):
-        halves = {name: [whole(name, of, step)[:batch] for of in range(2)] for name in "qkvo"}
-        wholes = {name: torch.cat(pair) for name, pair in halves.items()}
+        parts = {name: [whole(name, of, step)[:batch] for of in range(branches)] for name in "qkvo"}
+        wholes = {name: torch.cat(part) for name, part in parts.items()}
         mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
-        layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*mine), batched_branches=2)
+        layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*mine), batched_branches=branches)
         found = dict(zip("qkv", receive(mine, mesh, layer_codecs), strict=True))
-        found["o"] = torch.empty(2 * batch, HEADS, TOKENS // size, DIM)
+        found["o"] = torch.empty(branches * batch, HEADS, TOKENS // size, DIM)
         attended = wholes["o"].chunk(size, 1)[rank].contiguous()
         start_heads_to_seq(attended, found["o"], mesh, Label("o"), ALL_HEADS, layer_codecs).wait()
         for name, source in itertools.product("qkvo" if settings.cached == (0, 0) else "v", range(size)):
-            pair = [piece(half, name, source, rank, size) for half in halves[name]]
+            pieces = [piece(part, name, source, rank, size) for part in parts[name]]
             is_near = source // (size // 2) == rank // (size // 2)
-            wanted = torch.cat(pair if is_near else expected.decode((name, source), *pair))
+            wanted = torch.cat(pieces if is_near else expected.decode((name, source), pieces))
             arrived = found[name].chunk(size, 2 if name != "o" else 1)[source]
             what = f"{name} in step {step}: "
             torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, msg=what.__add__)
         assert runtime.planned_reference_bytes == runtime.reference_bytes or step < 2
         if step < STEPS - 1:
             runtime.end_step()
+    links = size // 2 if single_stage else 1
+    of_link = links, branches * batch * (size // 2 // links), HEADS // size, TOKENS // size, DIM
+    predicted = predicted_bytes(settings, ("qkv", "o"), of_link, branches)
+    flag_of_v = links * codecs.aligned(1)  # V goes first, in a message of its own
+    assert [report.sent_bytes for report in runtime.reports] == [each + flag_of_v for each in predicted]
     return ends(runtime)
+
+
+def predicted_bytes(
+    settings: CodecSchedule, messages: Sequence[str], of_link: tuple[int, ...], branches: int
+) -> list[int]:
+    """Return the bytes of all steps but the last one, as the simulator predicts them.
+
+    Args:
+        settings: schedule of the run.
+        messages: letters of the tensors of each message.
+        of_link: shape (L, G, H, T, D) of a tensor.
+        branches: number of branches in the batch.
+    """
+    by_message = [
+        settings.sent_bytes(names, [of_link] * len(names), torch.float32, STEPS, branches) for names in messages
+    ]
+    return [of_link[0] * sum(of_step) for of_step in zip(*by_message, strict=True)][:-1]
 
 
 def receive(mine: list[torch.Tensor], mesh: Mesh, layer_codecs: LayerCodecs) -> list[torch.Tensor]:
@@ -284,20 +310,20 @@ def receive(mine: list[torch.Tensor], mesh: Mesh, layer_codecs: LayerCodecs) -> 
 
 
 class BatchedDefinitions:
-    """Definitions of tensors whose batch has two branches: the first step is coded together as well."""
+    """Definitions of tensors whose batch has several branches: the first step is coded together as well."""
 
-    def __init__(self, weight: float, fraction: float) -> None:
+    def __init__(self, weight: float, fraction: float = 1.0) -> None:
         self.weight, self.fraction = weight, fraction
-        self.leading: dict = {}
-        self.following: dict = {}
+        self.definitions: dict = {}
 
-    def decode(self, key: tuple, leading: torch.Tensor, following: torch.Tensor) -> list[torch.Tensor]:
-        """Return the decoded values of both branches."""
+    def decode(self, key: tuple, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the decoded values of all branches, of which the first leads."""
+        leading, *following = values
         decoded = []
-        for known, values in ((self.leading, leading), (self.following, following - self.weight * leading)):
-            definition = known.setdefault(key, Definition(0.0, self.fraction))
-            decoded.append(definition.decode(0, values, values, False))
-        return [decoded[0], decoded[1] + self.weight * decoded[0]]
+        for branch, sent in enumerate([leading, *(each - self.weight * leading for each in following)]):
+            definition = self.definitions.setdefault((key, branch), Definition(0.0, self.fraction))
+            decoded.append(definition.decode(0, sent, sent, False))
+        return [decoded[0], *(each + self.weight * decoded[0] for each in decoded[1:])]
 
 
 def run_gathered(rank: int, sizes: str, how: str, schedule: str, budget: int | None) -> list[tuple]:
@@ -370,17 +396,18 @@ def test_all_to_alls_decode_what_the_definition_says(sizes: str, single_stage: b
 
 
 @pytest.mark.parametrize(
-    ("sizes", "single_stage", "schedule", "batch"),
+    ("sizes", "single_stage", "schedule", "batch", "branches"),
     [
-        ("node=2", True, f"{SCHEDULE},joint=1", 2),
-        ("2x2", False, f"{SCHEDULE},joint=1.25", 1),
-        ("2x2", False, f"{SCHEDULE},joint=1", 2),  # each branch has several samples of several ranks
-        ("2x2", True, f"{SCHEDULE},joint=1", 2),
-        ("node=2", True, f"{SCHEDULE},joint=0.75,cached=0.5", 1),
+        ("node=2", True, f"{SCHEDULE},joint=1", 2, 2),
+        ("2x2", False, f"{SCHEDULE},joint=1.25", 1, 2),
+        ("2x2", False, f"{SCHEDULE},joint=1", 2, 2),  # each branch has several samples of several ranks
+        ("2x2", True, f"{SCHEDULE},joint=1", 2, 3),
+        ("node=2", True, f"{SCHEDULE},joint=0.75,cached=0.5", 1, 2),
+        ("node=2", True, f"{SCHEDULE},joint=1,cached=0.5", 2, 3),
     ],
 )
 def test_branches_in_one_batch_decode_what_the_definition_says(
-    sizes: str, single_stage: bool, schedule: str, batch: int
+    sizes: str, single_stage: bool, schedule: str, batch: int, branches: int
 ) -> None:
     size = Topology.parse(sizes).size
-    assert_equal_ends(ranks.run(run_batched, size, sizes, single_stage, schedule, batch))
+    assert_equal_ends(ranks.run(run_batched, size, sizes, single_stage, schedule, batch, branches))

@@ -1,0 +1,150 @@
+"""Guidance branches coded together in a ring of K and V, against their definition, and both ends of each link."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.engine.compression.test_joint_branches import (
+    BATCH,
+    DIM,
+    HEADS,
+    SCHEDULE,
+    STEPS,
+    TOKENS,
+    BatchedDefinitions,
+    Expected,
+    assert_equal_ends,
+    calls_of,
+    contents,
+    ends,
+    over,
+    predicted_bytes,
+    whole,
+)
+from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression import coded_all_gather
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+
+def gather(mine: list[torch.Tensor], mesh: Mesh, layer_codecs: LayerCodecs) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Return K and V of all other ranks."""
+    blocks: dict[int, tuple[torch.Tensor, ...]] = {}
+    for handle in coded_all_gather.start(mine, mesh, Label("kv"), ALL_HEADS, layer_codecs):
+        blocks |= handle.wait()
+    return blocks
+
+
+def run_calls(rank: int, sizes: str, how: str, schedule: str) -> list[tuple]:
+    """Gather K and V of branches in calls of their own and compare what arrives; return the references of both ends."""
+    kernels.use("torch")
+    size = dist.get_world_size()
+    mesh, partition = over(sizes)
+    runtime = CodecRuntime(None, "balanced", schedule, None, list, ring_partition=partition)
+    expected = Expected(CodecSchedule.parse(schedule, preset("balanced", STEPS)).joint)
+    runtime.begin_run(STEPS)
+    for step in range(STEPS):
+        for branch, content in enumerate(calls_of(step, how)):
+            bad = step == 3 and how == f"not finite in {branch}"
+            wholes = contents(branch, content, step, how, size)
+            leading = contents(0, calls_of(step, how)[0], step, how, size)
+            if bad:
+                for tensor in wholes.values():
+                    tensor[:, :, :, 0] = torch.nan
+            query, *mine = (wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv")
+            layer_codecs = runtime.ring_codecs("attn", 1, branch, LayerSizes.of(query, *mine))
+            for source, block in gather(mine, mesh, layer_codecs).items():
+                for name, arrived in zip("kv", block, strict=True):
+                    values, of_leader = (each[name].chunk(size, 2)[source] for each in (wholes, leading))
+                    wanted = values
+                    if source // (size // 2) != rank // (size // 2):
+                        lost = "follower" if how == "skipped" and step == 5 else ""
+                        wanted = expected.received(name, source, rank, branch, values, of_leader, bad, lost)
+                    what = f"{name} of branch {branch} in step {step}: "
+                    torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, equal_nan=True, msg=what.__add__)
+        assert step != 2 or runtime.planned_reference_bytes == runtime.reference_bytes  # all previous ones are there
+        if step < STEPS - 1:
+            runtime.end_step()
+    return ends(runtime)
+
+
+def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tuple]:
+    """Gather K and V whose batch has several branches and compare what arrives, and the bytes with those that are
+    predicted; return the references of both ends.
+    """
+    kernels.use("torch")
+    size = dist.get_world_size()
+    mesh, partition = over(sizes)
+    runtime = CodecRuntime(None, "balanced", schedule, None, list, ring_partition=partition)
+    settings = CodecSchedule.parse(schedule, preset("balanced", STEPS))
+    expected = BatchedDefinitions(settings.joint)
+    runtime.begin_run(STEPS)
+    for step in range(STEPS):
+        parts = {name: [whole(name, of, step) for of in range(branches)] for name in "qkv"}
+        query, *mine = (torch.cat(parts[name]).chunk(size, 2)[rank].contiguous() for name in "qkv")
+        sizes_of_layer = LayerSizes.of(query, *mine)
+        layer_codecs = runtime.ring_codecs("attn", 1, 0, sizes_of_layer, batched_branches=branches)
+        for source, block in gather(mine, mesh, layer_codecs).items():
+            for name, arrived in zip("kv", block, strict=True):
+                wanted = [part.chunk(size, 2)[source] for part in parts[name]]
+                if source // (size // 2) != rank // (size // 2):
+                    wanted = expected.decode((name, source), wanted)
+                what = f"{name} in step {step}: "
+                torch.testing.assert_close(arrived, torch.cat(wanted), rtol=0, atol=1e-5, msg=what.__add__)
+        assert step != 2 or runtime.planned_reference_bytes == runtime.reference_bytes  # all previous ones are there
+        if step < STEPS - 1:
+            runtime.end_step()
+    of_link = 1, branches * BATCH, HEADS, TOKENS // size, DIM
+    predicted = predicted_bytes(settings, ["kv"], of_link, branches)
+    assert [report.sent_bytes for report in runtime.reports] == predicted
+    return ends(runtime)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how", "weight"),
+    [
+        ("2x2", "plain", 1.25),
+        *(("node=2", how, 1) for how in ("skipped", "swapped", "not finite in 0", "not finite in 1", "three branches")),
+    ],
+)
+def test_rings_decode_what_the_definition_says(sizes: str, how: str, weight: float) -> None:
+    size = Topology.parse(sizes).size
+    assert_equal_ends(ranks.run(run_calls, size, sizes, how, f"{SCHEDULE},joint={weight}"))
+
+
+@pytest.mark.parametrize(("sizes", "branches"), [("2x2", 2), ("node=2", 3)])
+def test_branches_in_one_batch_of_a_ring_decode_what_the_definition_says(sizes: str, branches: int) -> None:
+    size = Topology.parse(sizes).size
+    assert_equal_ends(ranks.run(run_batched, size, sizes, f"{SCHEDULE},joint=1", branches))
+
+
+def run_different_lengths(rank: int) -> list[tuple]:
+    """Gather K and V of two branches with texts of different lengths; return the references of both ends."""
+    mesh, partition = over("node=2")
+    runtime = CodecRuntime(None, "balanced", f"{SCHEDULE},joint=1", None, list, ring_partition=partition)
+    runtime.begin_run(STEPS)
+    for step in range(STEPS - 1):
+        for branch in range(2):
+            wholes = contents(branch, branch, step, "shorter 1", 2)
+            query, *mine = (wholes[name].chunk(2, 2)[rank].contiguous() for name in "qkv")
+            layer_codecs = runtime.ring_codecs("attn", 1, branch, LayerSizes.of(query, *mine))
+            [(source, block)] = gather(mine, mesh, layer_codecs).items()
+            for name, arrived in zip("kv", block, strict=True):
+                values = wholes[name].chunk(2, 2)[source]
+                assert (arrived - values).norm() < 0.1 * values.norm()
+        runtime.end_step()
+    return ends(runtime)
+
+
+def test_branches_of_different_lengths_are_coded_by_themselves_in_a_ring() -> None:
+    near, far = ranks.run(run_different_lengths, 2)
+    for (sent, received, weight), (sent_there, received_there, _) in zip(near, far, strict=True):
+        assert torch.equal(sent, received_there) and torch.equal(received, sent_there)
+        assert weight == 0, "the receiver cannot align tokens of all ranks"
