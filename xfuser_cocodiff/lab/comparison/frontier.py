@@ -120,6 +120,8 @@ def draw(records: Sequence[Record], file: Path) -> None:
     places = figure.subplots(len(of_models), columns, squeeze=False, sharex=True, sharey="row")
     for axes, (title, of_model) in zip(places, of_models.items(), strict=True):
         axes[0].set_ylabel(title.replace(", ", "\n"), fontsize=8)
+        for place in axes[len(of_model) :]:
+            place.set_axis_off()
         for place, record in zip(axes, of_model, strict=False):
             place.set_title(f"{record['steps']} steps", fontsize=8)
             rows = record["rows"] if is_single else [row for row in record["rows"] if _method(row)]
@@ -127,9 +129,8 @@ def draw(records: Sequence[Record], file: Path) -> None:
     handles = {
         label: handle for axes in places.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.supxlabel("bytes on slow links, over lossless ones of the same exchange", fontsize=9)
-    figure.supylabel("PSNR to stock, dB", fontsize=9)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8)
+    title = "PSNR to stock in dB, by bytes on slow links over lossless ones of the same exchange"
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8, title=title)
     figure.savefig(file)
 
 
