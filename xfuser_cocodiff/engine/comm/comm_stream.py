@@ -29,7 +29,7 @@ from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 
 T = TypeVar("T")
-_HIGH_PRIORITY = -1
+HIGH_PRIORITY = -1
 """Priority of a comm stream, on devices with priorities: other ranks wait for its messages, so they should not queue
 behind this rank's computation."""
 
@@ -189,7 +189,7 @@ def _new_stream(device: torch.device) -> torch.Stream | None:
     capabilities = devices.capabilities(device.type)
     if not capabilities.is_asynchronous:
         return None
-    return torch.Stream(device, priority=_HIGH_PRIORITY) if capabilities.has_stream_priorities else torch.Stream(device)
+    return torch.Stream(device, priority=HIGH_PRIORITY) if capabilities.has_stream_priorities else torch.Stream(device)
 
 
 def _accelerator_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Process groups: one per set of ranks and timeout, cached."""
+"""Process groups: one per set of ranks, timeout and number of CTAs, cached."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,36 +9,54 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
-_Groups = dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup]
+HAS_HIGH_PRIORITY = True
+"""Whether collectives of NCCL run before computation that is queued already."""
+MAX_CTAS = 64
+"""Most thread blocks (CTAs) that an NCCL communicator can have."""
+_Groups = dict[tuple[tuple[int, ...], timedelta | None, int | None], dist.ProcessGroup]
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
-"""Groups by members and timeout, for each world as long as it lives. Communicators are expensive and never freed one by
-one, so each is created once and shared."""
+"""Groups by members, timeout and CTAs, for each world as long as it lives. Communicators are expensive and never freed
+one by one, so each is created once and shared."""
 
 
-def subgroup(group: dist.ProcessGroup, members: tuple[int, ...], timeout: timedelta | None = None) -> dist.ProcessGroup:
+def subgroup(
+    group: dist.ProcessGroup,
+    members: tuple[int, ...],
+    timeout: timedelta | None = None,
+    max_ctas: int | None = None,
+) -> dist.ProcessGroup:
     """Return the process group of some ranks of a group, created on first use.
 
     Every member must call this, in the same order among its groups. Other ranks need not, so that Ulysses groups can
-    proceed independently. For all members of `group` and no timeout the result is `group` itself.
+    proceed independently. For all members of `group` and no timeout the result is `group` itself, except with NCCL:
+    there every group has a communicator of its own, whose stream has a high priority. In xDiT's, V would queue behind
+    the products that compute Q and K.
 
     Args:
         group: group that contains the members.
         members: global ranks.
         timeout: timeout of a collective; the backend's default when not given.
+        max_ctas: most thread blocks of an NCCL communicator; NCCL's choice when not given. Others ignore it.
     """
     cached = _groups.setdefault(dist.group.WORLD, {})
-    if (members, timeout) in cached:
-        return cached[members, timeout]
-    if timeout is None and members == tuple(dist.get_process_group_ranks(group)):
+    if (members, timeout, max_ctas) in cached:
+        return cached[members, timeout, max_ctas]
+    has_nccl = dist.get_backend(group) == dist.Backend.NCCL
+    if timeout is None and not has_nccl and members == tuple(dist.get_process_group_ranks(group)):
         return group
-    options = None
-    if dist.get_backend(group) == dist.Backend.NCCL:  # V must not queue behind computation
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout or default_pg_nccl_timeout  # else PyTorch warns that the argument overrides it
+    options = _nccl_options(timeout, max_ctas) if has_nccl else None
     with _unbound_device(dist.group.WORLD):
         created = dist.new_group(members, timeout=timeout, pg_options=options, use_local_synchronization=True)
-    cached[members, timeout] = created
+    cached[members, timeout, max_ctas] = created
     return created
+
+
+def _nccl_options(timeout: timedelta | None, max_ctas: int | None) -> "dist.ProcessGroupNCCL.Options":
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=HAS_HIGH_PRIORITY)
+    options._timeout = timeout or default_pg_nccl_timeout  # else PyTorch warns that the argument overrides it
+    if max_ctas:
+        options.config.max_ctas = max_ctas
+    return options
 
 
 @contextmanager
