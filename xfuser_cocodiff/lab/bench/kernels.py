@@ -51,11 +51,13 @@ HOST_TOKENS = 2
 
 
 @dataclass(frozen=True)
-class _Timed:
+class Timed:
     """A call to time."""
 
     name: str
+    """Name of the kernel or mode."""
     call: Callable[[], object]
+    """The call."""
     nbytes: int
     """Minimum memory traffic: each tensor read or written once."""
 
@@ -77,11 +79,9 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
     rows, layers = [], []
     for name, resolution in cases:
         workload = WORKLOADS[name]
-        timed_kernels = _kernel_calls(workload, resolution, degree, device)
-        copy = _copy(timed_kernels[-1].nbytes, device)
-        layer = [_Timed("layer", _layer(workload, resolution, degree, device), 0)]
-        layer += _by_modes(workload, _tokens(workload, resolution, degree), degree, device)
-        seconds = _interleaved([copy, *timed_kernels, *layer], repeats, device)
+        timed_kernels = kernel_calls(workload, resolution, degree, device)
+        copy, layer = copy_of(timed_kernels[-1].nbytes, device), layer_calls(workload, resolution, degree, device)
+        seconds = interleaved([copy, *timed_kernels, *layer], repeats, device)
         for work in timed_kernels:
             speeds = [work.nbytes / taken for taken in seconds[work.name]]
             ratios = [speed * base / copy.nbytes for speed, base in zip(speeds, seconds["copy"], strict=True)]
@@ -93,7 +93,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             known = {"model": name, "resolution": resolution, "mode": mode}
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
     first = cases[0][0]
-    calls = _interleaved(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats, device, on_host=True)
+    calls = interleaved(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats, device, on_host=True)
     record = {**host.header(), "device": _name(device), "kernels": kernels.backend_for(device), "degree": degree}
     on_host = [{"model": first, "mode": mode, "seconds": taken} for mode, taken in calls.items()]
     return {**record, "rows": rows, "layers": layers, "host_calls": on_host}
@@ -130,7 +130,9 @@ def show(record: dict[str, Any]) -> None:
         )
 
 
-def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[_Timed]:
+def kernel_calls(
+    workload: Workload, resolution: int, degree: int, device: torch.device, bits: float = BITS
+) -> list[Timed]:
     """Return the kernel calls for the part of one of Q, K, V and O that a rank sends along the slow axis."""
     torch.manual_seed(SEED)
     groups, heads = degree // NODES, workload.heads // degree
@@ -145,7 +147,7 @@ def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torc
     mask = torch.zeros(*reference.shape[:2], tokens, dtype=torch.uint8, device=device)
     indices = kernels.scores(values, prediction, local_slots).topk(count, -1).indices
     active = ActiveTokens(mask.scatter_(-1, indices, 1), tokens, count)
-    sizes = [Codec(BITS).payload_bytes((*reference.shape[:3], sent, dim), reference.dtype) for sent in (tokens, count)]
+    sizes = [Codec(bits).payload_bytes((*reference.shape[:3], sent, dim), reference.dtype) for sent in (tokens, count)]
     payload, smaller = (torch.zeros(NODES, size, dtype=torch.uint8, device=device) for size in sizes)
     base = Base(torch.randn_like(reference), 1.0)
     full, encoded, selected = reference.nbytes, (NODES - 1) * sizes[0], (NODES - 1) * sizes[1]
@@ -154,18 +156,18 @@ def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torc
         return kernels.scores(values, prediction, local_slots)
 
     def encode(active: ActiveTokens | None, payload: torch.Tensor, base: Base | None = None) -> object:
-        return kernels.encode(values, prediction, BITS, active, payload, local_slots, base=base)
+        return kernels.encode(values, prediction, bits, active, payload, local_slots, base=base)
 
     def decode(base: Base | None = None) -> object:
-        return kernels.decode(payload, prediction, BITS, None, target, local_slots, base=base)
+        return kernels.decode(payload, prediction, bits, None, target, local_slots, base=base)
 
     return [
-        _Timed("scores", scores, 3 * full),
-        _Timed("encode", lambda: encode(None, payload), 4 * full + encoded),
-        _Timed("encode, chosen tokens", lambda: encode(active, smaller), 4 * full + selected),
-        _Timed("encode with a base", lambda: encode(None, payload, base), 5 * full + encoded),
-        _Timed("decode with a base", lambda: decode(base), 5 * full + encoded),
-        _Timed("decode", decode, 4 * full + encoded),
+        Timed("scores", scores, 3 * full),
+        Timed("encode", lambda: encode(None, payload), 4 * full + encoded),
+        Timed("encode, chosen tokens", lambda: encode(active, smaller), 4 * full + selected),
+        Timed("encode with a base", lambda: encode(None, payload, base), 5 * full + encoded),
+        Timed("decode with a base", lambda: decode(base), 5 * full + encoded),
+        Timed("decode", decode, 4 * full + encoded),
     ]
 
 
@@ -174,10 +176,11 @@ def _tokens(workload: Workload, resolution: int, degree: int) -> int:
     return -(-workload.tokens(resolution) // degree)
 
 
-def _copy(nbytes: int, device: torch.device) -> _Timed:
+def copy_of(nbytes: int, device: torch.device) -> Timed:
+    """Return a copy that reads and writes `nbytes` together."""
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _Timed("copy", lambda: target.copy_(source), nbytes)
+    return Timed("copy", lambda: target.copy_(source), nbytes)
 
 
 def _layer(workload: Workload, resolution: int, degree: int, device: torch.device) -> Callable[[], object]:
@@ -222,9 +225,15 @@ def _local_mesh(comm_stream: CommStream, **axes: int) -> Mesh:
     )
 
 
-def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[_Timed]:
+def layer_calls(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[Timed]:
+    """Return the computation of a layer, "layer", and its all-to-alls in each mode, without communication."""
+    layer = Timed("layer", _layer(workload, resolution, degree, device), 0)
+    return [layer, *_by_modes(workload, _tokens(workload, resolution, degree), degree, device)]
+
+
+def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[Timed]:
     """Return the all-to-alls of a layer, in each mode."""
-    return [_Timed(mode, _layer_all_to_alls(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+    return [Timed(mode, _layer_all_to_alls(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
 
 
 def _layer_all_to_alls(
@@ -260,8 +269,8 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_gr
     return query
 
 
-def _interleaved(
-    calls: Sequence[_Timed], repeats: int, device: torch.device, on_host: bool = False
+def interleaved(
+    calls: Sequence[Timed], repeats: int, device: torch.device, on_host: bool = False
 ) -> dict[str, list[float]]:
     """Return the seconds of each call: those of the device, or of the host, which are the same on a CPU."""
     timers = {work.name: _timer(work.call, device, on_host) for work in calls}

@@ -83,7 +83,7 @@ def measure(
     cluster = links.from_environment()
     if cluster is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
-    step = transformer.step(shape, compiled)
+    step = transformer.step(shape, bare_runtime.compile_transformer if compiled else None)
     progress = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
     rows = []
     for scale in link_scales:
