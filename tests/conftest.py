@@ -39,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, which ranks then share"))
     if config.getoption("all") or any("::" in name for name in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -72,6 +76,15 @@ def hub() -> Path:
             hub.write_cache(folder, ["FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image"])
             done.touch()
     return folder
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Ranks that share the GPU: with NCCL if a library allows it (docs/one_gpu_facts.md), else with gloo."""
+    from tests.gpu_ranks import shared_gpu
+
+    with shared_gpu(tmp_path_factory.mktemp("nccl")) as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Gloo ranks for tests: single-threaded processes, forked from a server that has imported everything.
+"""Ranks for tests, on gloo by default: single-threaded processes, forked from a server that has imported everything.
 
 Each test has its own ranks and need not clean up in them: patches, groups, runtime states and variables end with them.
 Imports, which take seconds, are done once before the fork (`tests/warm.py`).
@@ -14,9 +14,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,9 +37,14 @@ STACK_SECONDS = 5
 
 
 def run(
-    case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None, spawn: bool = False
+    case: Callable,
+    world_size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    spawn: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call ``case(rank, *args)`` on `world_size` gloo ranks and return their results.
+    """Call ``case(rank, *args)`` on `world_size` ranks and return their results.
 
     Exceptions in ranks are raised here with their tracebacks; :func:`outcomes` returns them instead.
 
@@ -48,8 +55,9 @@ def run(
         env: environment variables of the ranks.
         spawn: whether to start new interpreters, as ranks on a GPU must: importing xDiT initializes CUDA, which cannot
             be forked.
+        backend: of their process groups.
     """
-    results = outcomes(case, world_size, *args, env=env, spawn=spawn)
+    results = outcomes(case, world_size, *args, env=env, spawn=spawn, backend=backend)
     failures = [f"rank {rank}: {getattr(r, 'text', r)}" for rank, r in enumerate(results) if isinstance(r, Exception)]
     assert not failures, "\n".join(failures)
     return results
@@ -63,6 +71,7 @@ def outcomes(
     spawn: bool = False,
     store_on_rank_0: bool = False,
     lost_rank: int | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Return the results as :func:`run` does, with the exceptions of ranks that failed in their place.
 
@@ -74,16 +83,18 @@ def outcomes(
         spawn: whether to start new interpreters.
         store_on_rank_0: whether the rendezvous store is in rank 0, as under mpiexec, and not a file.
         lost_rank: rank that fails on purpose; it is not waited for and is killed at the end.
+        backend: of their process groups.
     """
     start = multiprocessing.get_context("spawn") if spawn else context
     env = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if store_on_rank_0 else env
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            start.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
+            start.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args, backend), daemon=True)
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
+        with mock.patch.dict(os.environ, env or {}) if spawn else nullcontext():  # LD_PRELOAD acts at the start only
+            for process in processes:
+                process.start()
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         _wait([pair for rank, pair in enumerate(zip(processes, results, strict=True)) if rank != lost_rank])
         hanging = {
@@ -157,12 +168,14 @@ def _read(file: Path, process: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def _rank(case: Callable, rank: int, world_size: int, folder: str, env: dict[str, str], args: tuple) -> None:
+def _rank(
+    case: Callable, rank: int, world_size: int, folder: str, env: dict[str, str], args: tuple, backend: str
+) -> None:
     faulthandler.register(signal.SIGUSR1, os.open(f"{folder}/stack{rank}", os.O_CREAT | os.O_WRONLY))
     torch.set_num_threads(1)
-    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update({"LOCAL_RANK": str(rank), **env}, RANK=str(rank), WORLD_SIZE=str(world_size))
     init_method = "env://" if "MASTER_PORT" in env else f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     try:
         result = case(rank, *args)
         # An exiting rank closes connections that others may still read from.

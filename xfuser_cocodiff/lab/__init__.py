@@ -2,5 +2,5 @@
 
 Packages, lowest level first; each imports only those before it:
 `reporting`, `models`, `emulation`, `probing`, `accelerator`, `simulation`, `full_size`, `comparison`, `tuning`,
-`bench`.
+`bench`, `one_gpu`.
 """

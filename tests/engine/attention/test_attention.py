@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests import ranks
+from tests.gpu_ranks import GpuRanks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
@@ -112,10 +113,10 @@ def test_random_delays_do_not_change_results(plan: str, staged: bool) -> None:
     ranks.run(stress, 4, plan, CPU, staged)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which four ranks then share")
+@pytest.mark.gpu
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
-def test_random_delays_do_not_change_results_on_a_shared_device(plan: str) -> None:
-    ranks.run(stress, 4, plan, torch.device("cuda", 0), True, spawn=True)
+def test_random_delays_do_not_change_results_on_a_shared_device(plan: str, gpu_ranks: GpuRanks) -> None:
+    gpu_ranks.run(stress, 4, plan, torch.device("cuda", 0), gpu_ranks.is_staged)
 
 
 def fail_in_flight(rank: int, groups: int, early: bool) -> None:
