@@ -1,12 +1,25 @@
-"""A virtual ring, against its definition: K and V from other slow coordinates are decoded values."""
+"""Virtual ranks that gather K and V: a ring against its definition, and a Ulysses group against real ranks, bit for
+bit."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.attention.reshard import pad_heads
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, aligned
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 PARTS = (8, 3, 16)
@@ -58,3 +71,82 @@ def test_exact_ring_equals_attention_and_repeats_infinite_values() -> None:
     layer_codecs = codecs_of(CODEC)
     ring.attend([query, key, value], PARTS, layer_codecs, functional.scaled_dot_product_attention)
     assert layer_codecs.stats.repeated == 1
+
+
+STEPS, BRANCHES = 5, 2
+SEGMENTS = 8, 16
+
+
+def content(name: str, branch: int, step: int, heads: int) -> torch.Tensor:
+    """Return a tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
+    seeds = ord(name), 1000 * ord(name) + step, 50 + ord(name) + branch
+    first, change, own = (
+        torch.randn(2, heads, sum(SEGMENTS), 16, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    )
+    return first + 0.1 * change + 0.3 * branch * own
+
+
+def by_rank(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return tokens in the order of real ranks: by rank, then by segment."""
+    parts = [part.chunk(size, 2) for part in tensor.split(SEGMENTS, 2)]
+    return torch.cat([part[rank] for rank in range(size) for part in parts], 2)
+
+
+def gather_really_and_virtually(rank: int, sizes: str, heads: int, schedule: str) -> tuple[int, int]:
+    """Compare K and V as they arrive at this rank with those of virtual ranks; return the bytes sent in both."""
+    kernels.use("torch")
+    topology, size = Topology.parse(sizes), dist.get_world_size()
+    partition = AxisPartition.over(dist.group.WORLD, Mesh.over(dist.group.WORLD, topology), ("node",), Mesh.over)
+    virtual, fast = VirtualRanks(topology, ("node",), may_gather=True), partition.num_fast
+    real = CodecRuntime(partition, "balanced", schedule, None, list)
+    simulated = CodecRuntime(None, "balanced", schedule, None, list, virtual_ranks=virtual)
+    seen: list[list[torch.Tensor]] = []
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        seen.append([key, value])
+        return query
+
+    for runtime in (real, simulated):
+        runtime.begin_run(STEPS)
+    for step in range(STEPS):
+        for branch in range(BRANCHES):
+            tensors = [content(name, branch, step, heads) for name in "qkv"]
+            mine = [pad_heads(by_rank(each, size).chunk(size, 2)[rank], fast).contiguous() for each in tensors]
+            layer_codecs = real.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
+            _, *arrived = kv_gather.start(mine, partition, Label("qkv"), ALL_HEADS, layer_codecs).wait()
+            shares = LayerSizes.of(*tensors, fraction=virtual.shard_fraction(tensors[1].shape, SEGMENTS, True))
+            assert shares == LayerSizes.of(*mine)
+            seen.clear()
+            layer_codecs = simulated.layer_codecs("attn", 1, branch, shares, gathers_kv=True)
+            virtual.attend(tensors, SEGMENTS, layer_codecs, attention)
+            for found, expected in zip(arrived, seen[partition.slow_index], strict=True):
+                of_rank = pad_heads(by_rank(expected, size), fast).chunk(fast, 1)[partition.fast_index]
+                assert torch.equal(found, of_rank), (step, branch)
+        for runtime in (real, simulated):
+            runtime.end_step()
+    for runtime in (real, simulated):
+        assert all(report.repeated == 0 < report.error for report in runtime.reports[1:])
+    sent = (sum(report.sent_bytes for report in runtime.reports) for runtime in (real, simulated))
+    return next(sent), next(sent)
+
+
+SCHEDULES = [
+    "first=8,bits=2,cached=0.5,joint=0",
+    "first=8,bits=4,cached=0.5,joint=1",
+    "first=exact,score=change,cached=0.5,joint=0",
+    "score=random,cached=0.5,bits=2.7",
+    "bits=1.6,predictor=auto",
+]
+SIZES = [("2x2", 4), ("2x2", 3), ("node=2", 3)]
+"""Topologies and numbers of heads, which two fast ranks divide or not."""
+QUICK = [("2x2", 3, SCHEDULES[1]), ("2x2", 4, SCHEDULES[2])]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "schedule"), slow_but(QUICK, [(*each, schedule) for each in SIZES for schedule in SCHEDULES])
+)
+def test_virtual_ranks_gather_the_values_of_real_ones(sizes: str, heads: int, schedule: str) -> None:
+    found = ranks.run(gather_really_and_virtually, Topology.parse(sizes).size, sizes, heads, schedule)
+    really, virtually = zip(*found, strict=True)
+    flags = STEPS * BRANCHES * len(really) * aligned(1)  # virtual messages have none
+    assert set(virtually) == {sum(really) - flags}

@@ -325,13 +325,14 @@ class CodecRuntime:
             batched_branches: number of branches in the call's batch.
         """
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches, gathers_kv, gathers_lossless)
-        if state is None or not (self._partition or self.virtual_ranks):
+        layout = self._partition or self.virtual_ranks
+        if state is None or layout is None:
             return None
         leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
         return replace(
             self._codecs_of(state, self._partition, state.link_states),
             leader=leader.link_states if leader else None,
-            token_blocks=self._partition.num_fast if self._partition and state.gathers_kv else 1,
+            token_blocks=layout.num_fast if state.gathers_kv else 1,
             keeps_values=keeps_values,
             batched_branches=batched_branches,
         )

@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 import torch
+from torch.nn import functional
 
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
@@ -61,6 +62,11 @@ class VirtualRanks:
         return self._layout.num_slow
 
     @property
+    def num_fast(self) -> int:
+        """Number of coordinates on the fast axes."""
+        return self._layout.num_fast
+
+    @property
     def gather_layout(self) -> AxisLayout | None:
         """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
         may_gather = self.may_gather and not self.is_ring and has_outermost(self.topology, self.slow_axes)
@@ -74,13 +80,15 @@ class VirtualRanks:
         """Return the fraction of tensors (B, H, N, D) that one of the ranks would have to send.
 
         Args:
-            shape: shape of the tensors.
+            shape: shape of the tensors; that of K where K and V are gathered.
             segments: numbers of tokens of their segments, see :meth:`transmit`.
-            gathers_kv: whether K and V are gathered.
+            gathers_kv: whether K and V are gathered, with heads zero-padded to a multiple of the fast coordinates.
         """
-        is_sharded = self.is_ring or gathers_kv or self.is_divisible(shape[_HEAD_DIM])
+        heads = shape[_HEAD_DIM]
+        is_sharded = self.is_ring or gathers_kv or self.is_divisible(heads)
         tokens = sum(size for size in segments if self.is_divisible(size)) if is_sharded else 0
-        return Fraction(tokens, shape[_TOKEN_DIM] * self.topology.size)
+        padded_heads = heads + -heads % self.num_fast if gathers_kv else heads
+        return Fraction(tokens * padded_heads, shape[_TOKEN_DIM] * self.topology.size * heads)
 
     def attend(
         self, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs, attention: Attention
@@ -154,8 +162,7 @@ class VirtualRanks:
         :meth:`attend`.
 
         Queries of a slow coordinate attend to K and V of all ranks: unchanged from that coordinate, and coded from all
-        others. Codecs that send some tokens only select them in each rank's block, as in a ring. For replicated
-        tokens, O is that of the ranks at the first slow coordinate.
+        others. For replicated tokens, O is that of the ranks at the first slow coordinate.
         """
         query, *exact = tensors
         coded = [
@@ -192,16 +199,38 @@ class VirtualRanks:
         if not sharded:
             return tensor
         blocks = [parts[index].unflatten(_TOKEN_DIM, (size, -1)).permute(2, 0, 1, 3, 4) for index in sharded]
-        received = _through_codecs(name, torch.cat(blocks, 3), layer_codecs, tensor.shape[0], self.num_slow - 1)
+        sent = self._reshard_along_fast(torch.cat(blocks, 3))
+        received = _through_codecs(name, sent, layer_codecs, tensor.shape[0], self.num_slow - 1)
+        received = self._reshard_back(received, tensor.shape[_HEAD_DIM])
         for index, part in zip(sharded, received.split([block.shape[3] for block in blocks], 3), strict=True):
             parts[index] = part.permute(1, 2, 0, 3, 4).flatten(_TOKEN_DIM, _TOKEN_DIM + 1)
         return torch.cat(parts, _TOKEN_DIM)
+
+    def _reshard_along_fast(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return each rank's tokens (P, B, H, T, D) as it sends them: by heads along the fast axes, zero-padded where
+        these do not divide the heads, (P, B, h, F * T, D)."""
+        padded = functional.pad(blocks, (0, 0, 0, 0, 0, -blocks.shape[2] % self.num_fast))
+        by_slow = self._layout.split(padded.unflatten(0, self.topology.shape))  # (S, F, B, H, T, D)
+        by_heads = by_slow.unflatten(3, (self.num_fast, -1)).permute(0, 3, 2, 4, 1, 5, 6)
+        return by_heads.flatten(4, 5).flatten(0, 1)
+
+    def _reshard_back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return what was sent (P, B, h, F * T, D) as each rank's tokens (P, B, H, T, D)."""
+        by_heads = sent.unflatten(0, (self.num_slow, -1)).unflatten(4, (self.num_fast, -1))
+        by_slow = by_heads.permute(0, 4, 2, 1, 3, 5, 6).flatten(3, 4)[:, :, :, :heads]
+        return self._layout.join(by_slow).flatten(0, len(self.topology.shape) - 1)
 
 
 class VirtualRing(VirtualRanks):
     """Simulated ranks of a ring."""
 
     is_ring = True
+
+    def _reshard_along_fast(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks
+
+    def _reshard_back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
+        return sent
 
 
 def _through_codecs(

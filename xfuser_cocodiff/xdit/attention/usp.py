@@ -138,7 +138,7 @@ def _virtual_attention(
         layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
         gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query, key)
-        fraction = virtual.shard_fraction(query.shape, parts, gathers_kv)
+        fraction = virtual.shard_fraction((key if gathers_kv else query).shape, parts, gathers_kv)
         sizes = LayerSizes.of(query, key, value, fraction=fraction)
         layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
     if layer_codecs is None:
