@@ -48,6 +48,8 @@ def test_short_forms() -> None:
         ("hierarchical:tile,gpu,rack", ["each of the axes"]),
         ("hierarchical:tile+node,gpu", ["not adjacent"]),
         ("hierarchical:tile,gpu,node/4", ["is not valid"]),
+        ("hierarchical:node,gpu,tile=kv", ["outermost axis, node"]),
+        ("hierarchical:node,tile+gpu=kv", ["outermost axis, node"]),
     ],
 )
 def test_parse_errors(text: str, words: list[str]) -> None:

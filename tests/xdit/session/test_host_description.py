@@ -1,0 +1,28 @@
+"""What tuning results depend on: a machine, or a setting, with another description is tuned by itself."""
+
+import json
+
+import pytest
+import torch
+
+from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.session import host_description
+
+
+def test_settings_that_change_times_change_the_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(topology: str = "2x2", kernels: str = "torch", backend: str = "gloo", rate: float = 1.0) -> str:
+        cluster = {"rates": {"node": rate}, "addresses": ["10.0.0.1"], "interface": "veth0"}
+        monkeypatch.setenv(CLUSTER_VARIABLE, json.dumps(cluster))
+        return repr(host_description.describe(Topology.parse(topology), kernels, backend))
+
+    others = describe("4"), describe(kernels="numba"), describe(backend="nccl"), describe(rate=2.0)
+    assert len({describe(), *others}) == 5
+    assert "10.0.0.1" not in describe()  # addresses differ between two runs of one cluster
+    assert "veth0" not in describe()
+
+
+def test_threads_change_the_description_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host_description.describe_rank()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert host_description.describe_rank() == {**before, "threads": 1000}
