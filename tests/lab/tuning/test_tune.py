@@ -113,6 +113,7 @@ def test_psnr_target_is_met_despite_wrong_predictions(lost_db: float) -> None:
         ({0.0: 4.0, 1.25: 0.5}, 1.0),
         ({0.0: 4.0, 1.25: -2.0}, 1.25),
         ({0.0: -3.0, 1.25: 1.0}, 0.0),
+        ({0.0: 4.0, 0.75: -1.0, 1.25: 0.8}, 0.75),
         ({0.0: 4.0, 1.25: -0.2}, 1.0),  # below the tolerance
     ],
 )

@@ -38,9 +38,9 @@ _LEAST_FRACTION = 0.01
 _MAX_TRIES = 3
 _JOINT = 1.0
 """Weight of the leading branch of guidance in modes; others must gain more than the tolerance."""
-_OTHER_JOINT = (0.0, 1.25)
-"""Weights that are tried in place of it: none, which codes branches by themselves, and one that cancels errors of the
-leading branch at a guidance scale of 5."""
+_OTHER_JOINT = (0.0, 0.75, 1.25)
+"""Weights that are tried in place of it: none, which codes branches by themselves, one for branches that differ more,
+and one that cancels errors of the leading branch at a guidance scale of 5."""
 MAX_RUNS = 1 + 5 + len(_OTHER_JOINT) + len(LETTERS) + MAX_PHASES + MAX_GROUPS + _MAX_TRIES
 """Largest number of runs before the held-out runs."""
 HELD_OUT_RUNS = 4
