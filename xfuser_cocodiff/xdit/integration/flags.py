@@ -191,7 +191,10 @@ def _differences(proposals: list[dict]) -> str:
     )
 
 
-_UNCHANGED = ("mode", "ring", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
+_UNCHANGED = (
+    *("mode", "ring", "timeout", "max_ctas", "detected", "schedule"),
+    *("max_error", "memory_budget", "synchronous"),
+)
 """Fields of the config that are JSON values already."""
 
 
