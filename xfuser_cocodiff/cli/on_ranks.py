@@ -75,9 +75,8 @@ def _silence_libraries() -> None:
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    from xfuser_cocodiff.engine.topology import launcher
     from xfuser_cocodiff.lab.emulation import links
-    from xfuser_cocodiff.xdit.platforms import platform
+    from xfuser_cocodiff.xdit.platforms import detected_topology
 
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.topology:
@@ -86,7 +85,7 @@ def _topology(options: argparse.Namespace) -> Topology:
         except ValueError as error:
             raise ValueError(f"--topology: {error}") from None
     cluster = links.from_environment()
-    return cluster.topology if cluster else launcher.detect(size, os.environ, platform.device_name())
+    return cluster.topology if cluster else detected_topology.detect_topology(size, os.environ)
 
 
 def parse_sizes(text: str) -> list[int]:

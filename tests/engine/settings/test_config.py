@@ -35,7 +35,7 @@ def test_flags_take_precedence_over_variables() -> None:
     ("values", "environment", "words"),
     [
         ({"cocodiff_topology": "2x3"}, {}, ["--cocodiff_topology", "2x3", "degree is 4"]),
-        ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, gpu, tile"]),
+        ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, socket, switch, gpu, tile"]),
         ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
         ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
         ({}, {"COCODIFF_MODE": "slow"}, ["COCODIFF_MODE", "slow", "exact", "paper", "balanced", "fast"]),

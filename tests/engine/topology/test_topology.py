@@ -21,6 +21,8 @@ sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
         ("2x2", 4, (2, 2), "node=2,gpu=2"),
         ("6", 6, (6,), "node=6"),
         ("tile=2,gpu=6", 12, (6, 2), "gpu=6,tile=2"),
+        ("gpu=4,socket=2", 8, (2, 4), "socket=2,gpu=4"),
+        ("node=2,switch=2,gpu=2", 8, (2, 2, 2), "node=2,switch=2,gpu=2"),
     ],
 )
 def test_parse(text: str, size: int, shape: tuple[int, ...], name: str) -> None:
@@ -34,7 +36,7 @@ def test_parse(text: str, size: int, shape: tuple[int, ...], name: str) -> None:
     ("text", "size", "message"),
     [
         ("2x3", 8, "2 x 3 = 6 ranks, but the Ulysses degree is 8"),
-        ("node=2,rack=4", 8, "unknown axis 'rack'; valid are node, gpu, tile"),
+        ("node=2,rack=4", 8, "unknown axis 'rack'; valid are node, socket, switch, gpu, tile"),
         ("node=2,node=4", 8, "has the same axis twice"),
         ("node=0,gpu=8", 8, "size 0 on axis 'node'"),
         ("2x2x2x2", 16, "has 4 axes, valid are at most 3"),

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 AXIS_NAMES = ("node", "gpu", "tile")
-"""Names of axes, outermost first."""
+"""Names of axes by position in a notation without names, outermost first."""
+NESTING = ("node", "socket", "switch", "gpu", "tile")
+"""Names of all axes, outermost first."""
 
 FLAT = "flat"
 """Name of the single axis of a flat topology."""
@@ -50,7 +52,7 @@ class Topology:
     @classmethod
     def named(cls, **sizes: int) -> "Topology":
         """Return the topology of named axes, in nesting order: ``Topology.named(tile=2, node=4)``."""
-        return cls(tuple(Axis(name, sizes[name]) for name in AXIS_NAMES if name in sizes))
+        return cls(tuple(Axis(name, sizes[name]) for name in NESTING if name in sizes))
 
     @classmethod
     def parse(cls, text: str, size: int | None = None) -> "Topology":
@@ -150,8 +152,8 @@ def _parse_sizes(text: str) -> dict[str, int]:
         if len(pairs) < len(matches):
             raise ValueError(f"topology {text!r} is not valid; valid are {NOTATION}")
     for name, size in pairs:
-        if name not in AXIS_NAMES:
-            raise ValueError(f"topology {text!r} has the unknown axis {name!r}; valid are {', '.join(AXIS_NAMES)}")
+        if name not in NESTING:
+            raise ValueError(f"topology {text!r} has the unknown axis {name!r}; valid are {', '.join(NESTING)}")
         if size < 1:
             raise ValueError(f"topology {text!r} has size {size} on axis {name!r}; valid are sizes from 1")
     if len(dict(pairs)) < len(pairs):

@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.settings.options import OFF
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
-from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 
 _PACKAGES = (
     "xfuser-cocodiff",
@@ -76,7 +76,7 @@ def describe(degree: int | None = None) -> Environment:
         backend=_backend(added, accelerator),
         ranks_per_node=local,
         degree=degree,
-        topology=str(launcher.detect(degree, os.environ, platform.device_name())),
+        topology=str(detected_topology.detect_topology(degree, os.environ)),
         plugin="installed"
         if installed
         else activation.incompatibility(PatchSet(activation.patch_table(), activation.PACKAGE)),

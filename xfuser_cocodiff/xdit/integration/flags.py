@@ -15,12 +15,11 @@ from xfuser_cocodiff.engine.settings import ignored_options
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
-from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 from xfuser_cocodiff.xdit.session import usp_versions
 
 _ARGS = "xfuser.config.args"
@@ -126,7 +125,7 @@ def agree_on_config(
     device_type = platform.compute_device().type
 
     def detect(size: int) -> Topology:
-        return launcher.detect(size, os.environ, platform.device_name())
+        return detected_topology.detect_topology(size, os.environ)
 
     def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig | None:
         check_variables(os.environ)
@@ -192,8 +191,15 @@ def _differences(proposals: list[dict]) -> str:
 
 
 _UNCHANGED = (
-    *("mode", "ring", "timeout", "max_ctas", "detected", "schedule"),
-    *("max_error", "memory_budget", "synchronous"),
+    "mode",
+    "ring",
+    "timeout",
+    "max_ctas",
+    "detected",
+    "schedule",
+    "max_error",
+    "memory_budget",
+    "synchronous",
 )
 """Fields of the config that are JSON values already."""
 

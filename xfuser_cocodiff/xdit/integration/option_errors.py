@@ -8,10 +8,9 @@ from types import TracebackType
 
 from xfuser_cocodiff.engine.settings.config import check_variables, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
-from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration.agreement import OptionError
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 
 EXIT_STATUS = 2
 
@@ -78,6 +77,6 @@ def check(arguments: Sequence[str]) -> None:
         return  # torchrun counts devices ("gpu", "auto"), and ranks check later
     environment = {**os.environ, "LOCAL_WORLD_SIZE": ranks_per_node}
     ulysses, ring = values["ulysses_degree"] or 1, values["ring_degree"] or 1
-    detected, full = (launcher.detect(size, environment, platform.device_name()) for size in (ulysses, ulysses * ring))
+    detected, full = (detected_topology.detect_topology(size, environment) for size in (ulysses, ulysses * ring))
     check_variables(environment)
     resolve(values, environment, SequenceRanks(ulysses, detected, ring, full), platform.compute_device().type)
