@@ -35,6 +35,20 @@ machines = st.builds(
 message_sizes = st.integers(1, 2**30)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "speeds", "slow"),
+    [
+        ([2, 3, 2], [0.05e9, 0.15e9, 1e9], ("node", "gpu")),
+        ([2, 3, 2], [0.15e9, 0.18e9, 1e9], ()),  # none is so slow that codecs pay for it alone
+        ([1, 3, 2], [0.05e9, 0.15e9, 1e9], ()),  # nothing crosses an axis of one rank
+        ([2, 3, 2], [1e9, 0.09e9, 0.21e9], ("gpu",)),
+    ],
+)
+def test_slow_axes_by_links_and_codec(sizes: list[int], speeds: list[float], slow: tuple[str, ...]) -> None:
+    """The codec of all machines here has 1 GB/s."""
+    assert profile_of(sizes, speeds, latency=0.0, launch=0.0).slow_axes == slow
+
+
 def test_predictions_equal_times_computed_by_hand() -> None:
     """2 nodes x 3 GPUs x 2 tiles at 1, 2 and 4 MB/s, 12 MB: 1 MB for each rank."""
     machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=0.1, launch=1.0)
