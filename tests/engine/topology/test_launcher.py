@@ -108,6 +108,11 @@ def test_slurm_job_limits_the_number_of_nodes(nodes: str, expected: str) -> None
     assert str(detect(4, {"SLURM_TASKS_PER_NODE": f"1(x{nodes})", "SLURM_NNODES": nodes})) == expected
 
 
+def test_numbers_of_nodes_that_are_not_numbers_are_ignored() -> None:
+    """They are the launcher's, and stock xDiT does not read them."""
+    assert str(detect(4, {"LOCAL_WORLD_SIZE": "1", "SLURM_NNODES": "1-4"})) == "node=4"
+
+
 def test_detect_without_a_launcher_is_flat() -> None:
     assert str(detect(4, {})) == "flat"
 

@@ -44,7 +44,7 @@ def ranks_per_node(environment: Mapping[str, str]) -> int | None:
 
 def _uniform_count(value: str) -> int | None:
     """Parse '12' or SLURM's '12(x4)'; return None for '12(x3),8', where nodes differ."""
-    match = re.fullmatch(r"(\d+)(\(x\d+\))?", value.strip())
+    match = re.fullmatch(r"(\d{1,9})(\(x\d+\))?", value.strip())
     return int(match[1]) if match and int(match[1]) > 0 else None
 
 
@@ -133,7 +133,7 @@ def detect(
             sizes |= {name: count, "gpu": sizes["gpu"] // count}
     named = {name: size for name, size in sizes.items() if size > 1}
     # Processes started by other means within a SLURM job see the job's variables too.
-    if named.get("node", 1) > int(environment.get("SLURM_NNODES") or degree):
+    if named.get("node", 1) > (_uniform_count(environment.get("SLURM_NNODES", "")) or degree):
         return Topology.flat(degree)
     return Topology.named(**named) if len(named) > 1 or "node" in named else Topology.flat(degree)
 
