@@ -53,6 +53,13 @@ def test_invalid_files_are_ignored(tmp_path: Path, text: str) -> None:
     assert tuning_cache.load(file) is None
 
 
+def test_profile_of_another_topology_is_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    for topology, is_read in (("node=2,gpu=2", True), ("node=4", False)):
+        file.write_text(json.dumps(cache_in(tmp_path, topology=topology).to_json()))
+        assert (tuning_cache.load(file) is not None) == is_read
+
+
 def share(rank: int, folders: list[str], versions: dict, hosts: str = "aabb") -> tuple[dict, bool]:
     from torch.distributed import group
 

@@ -218,7 +218,7 @@ def test_invalid_profile_is_rejected(spoil, tmp_path: Path) -> None:
     spoil(values)
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"profile": values}))
-    with pytest.raises(ValueError, match=r"profile.json has no link profile of `cocodiff probe --json`"):
+    with pytest.raises(ValueError, match=r"profile.json' has no link profile of `cocodiff probe --json`"):
         Profile.read(file)
 
 
@@ -238,7 +238,7 @@ def test_missing_entry_is_named(text: str, words: str, tmp_path: Path) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent.json has no link profile"):
+    with pytest.raises(ValueError, match=r"absent.json' has no link profile"):
         Profile.read(tmp_path / "absent.json")
 
 

@@ -63,6 +63,8 @@ class TuningCache:
             if values["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
+            if profile and str(profile.topology) != values["machine"].get("topology", str(profile.topology)):
+                raise ValueError(f"its profile has the topology {profile.topology}, not that of its machine")
             schedules = {
                 signature: OverlapSchedule(bool(v_first), int(groups), bool(overlaps_mlp), bool(flat), bool(gathers_kv))
                 for signature, (v_first, groups, overlaps_mlp, flat, gathers_kv) in values["schedules"].items()
@@ -72,7 +74,7 @@ class TuningCache:
                 for kind, (bits, is_final) in values["precisions"].items()
             }
             return cls(dict(values["machine"]), profile, schedules, precisions=precisions)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not a tuning cache: {type(error).__name__} {error}") from None
 
     def file(self, folder: Path) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 FORMAT = "cocodiff schedule 1"
@@ -138,7 +139,7 @@ def _read(text: str) -> BitAllocation:
         raise ValueError(f"{path!r} has changed since the run began")
     try:
         return _from_json(record, f"the schedule {path!r}")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, IndexError) as error:
         raise ValueError(
             f"{text!r} is not a valid schedule: {type(error).__name__} {error}; valid is @FILE, written by cocodiff "
             "tune"
@@ -182,10 +183,17 @@ def _from_json(record: Any, source: str) -> BitAllocation:
     if not layers or any(len(bits) != len(starts) for of_tensors in layers.values() for bits in of_tensors.values()):
         raise ValueError(f"{len(layers)} layers, some of them without bits for all {len(starts)} phases")
     first, predictor = _bits_of(record["first"]), record["predictor"]
+    if predictor != ADAPTIVE and not (isinstance(predictor, (int, float)) and 0 <= predictor <= 1):
+        raise ValueError(f"predictor {predictor!r}; it must be a fraction from 0 to 1, or {ADAPTIVE!r}")
+    steps, model = int(record["steps"]), record["model"]
+    if steps < 1:
+        raise ValueError(f"steps {steps}; they must be at least 1")
+    if not (model is None or isinstance(model, str)):
+        raise ValueError(f"model {model!r}; it must be a name, or null")
     joint = record.get("joint")  # files of earlier versions have none
     if joint is not None and not 0 <= joint <= MAX_JOINT:
         raise ValueError(f"joint {joint}; it must be a weight from 0 to {MAX_JOINT}, or null")
-    return BitAllocation(starts, layers, first, predictor, int(record["steps"]), record["model"], source, joint)
+    return BitAllocation(starts, layers, first, predictor, steps, model, source, joint)
 
 
 _EXACT, _NOTHING = "exact", "nothing"

@@ -44,6 +44,8 @@ from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
 MAX_SECONDS = 1e8
 """Longest timeout: three years, which every backend can represent."""
+MAX_GIB = 1e9
+"""Largest memory budget, far above that of any machine."""
 MEASURED_SLOW_AXES = (AUTO,)
 """Value of `CocoDiffConfig.slow_axes` that leaves them to the link probe, on whose result all ranks agree."""
 Given = tuple[Any, str]
@@ -311,7 +313,7 @@ def parse_slow_axes(text: str, topology: Topology, ring: Topology | None, is_vir
         raise ValueError(
             f"{text!r} is not valid; valid are {AUTO!r} and axes of the topology {topology}{of_ring} {', '.join(known)}"
         )
-    return names
+    return tuple(dict.fromkeys(names))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
@@ -325,9 +327,12 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def _cache(text: str) -> Path | None:
-    if text != OFF and Path(text).exists() and not Path(text).is_dir():
-        raise ValueError(f"{text!r} is not valid; valid are a folder and {OFF!r}")
-    return None if text == OFF else Path(text)
+    if text == OFF:
+        return None
+    with contextlib.suppress(OSError):  # a name that is too long, or below a folder that this user may not read
+        if not Path(text).exists() or Path(text).is_dir():
+            return Path(text)
+    raise ValueError(f"{text!r} is not valid; valid are a folder and {OFF!r}")
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
@@ -347,7 +352,7 @@ def _make_record_folder(text: str | None) -> None:
         return
     with contextlib.suppress(OSError):
         Path(text).mkdir(parents=True, exist_ok=True)
-    if not (Path(text).is_dir() and os.access(text, os.W_OK | os.X_OK)):
+    if not (os.path.isdir(text) and os.access(text, os.W_OK | os.X_OK)):
         raise ValueError(f"{RECORD_VARIABLE}: {text!r} is not valid; valid are folders that can be written to")
 
 
@@ -360,7 +365,7 @@ def _error(text: str) -> float:
 
 
 def _gib(text: str) -> int:
-    return int(_positive(text, "GiB above 0, such as 2.5") * GIB)
+    return int(_positive(text, "GiB above 0, such as 2.5", MAX_GIB) * GIB)
 
 
 def _kernels(text: str, device_type: str) -> str:

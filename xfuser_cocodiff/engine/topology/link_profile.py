@@ -77,16 +77,25 @@ class Profile:
         """
         try:
             topology = Topology.parse(values["topology"], int(values["ranks"]))
-            links = tuple(AxisLink(**link) for link in values["links"])
+            links = tuple(
+                replace(
+                    link, latency_seconds=float(link.latency_seconds), bytes_per_second=float(link.bytes_per_second)
+                )
+                for link in (AxisLink(**entries) for entries in values["links"])
+            )
             figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
             figures["coding_host_seconds"] = float(values.get("coding_host_seconds", 0.0))
             direct = values["direct"] and cls.from_json(values["direct"])
         except KeyError as error:
             raise ValueError(f"not a link profile: {error} is missing") from None
-        except TypeError as error:
+        except (TypeError, OverflowError, AttributeError) as error:
             raise ValueError(f"not a link profile: {error}") from None
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
             raise ValueError(f"not a link profile: its links are not those of the topology {topology}")
+        if direct and direct.topology != topology:
+            raise ValueError(
+                f"not a link profile: its direct sends have the topology {direct.topology}, not {topology}"
+            )
         speeds = [
             figures["contention"],
             *(figures[name] for name in _SPEEDS),
@@ -110,4 +119,4 @@ class Profile:
                 raise ValueError("the entry 'profile' is missing")
             return cls.from_json(values["profile"])
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} has no link profile of `cocodiff probe --json`: {error}") from None
+            raise ValueError(f"{str(file)!r} has no link profile of `cocodiff probe --json`: {error}") from None

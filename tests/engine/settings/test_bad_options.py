@@ -1,0 +1,294 @@
+"""Options that are not valid: one line that begins with the flag or variable, and never another error.
+
+The cases by hand are also given to xDiT's parsers and to ranks, in tests/xdit/integration/test_bad_options.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
+from xfuser_cocodiff.engine.settings.options import OPTIONS
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+LONG = "9" * 5000
+BAD = {
+    "topology": (
+        *(
+            "",
+            "2x3",
+            "0x4",
+            "4x0",
+            "-2x2",
+            "2X2",
+            "2x2x2x2",
+            "x",
+            "2x",
+            "1.5x2",
+            "node",
+            "node=",
+            "node=2",
+            "node=2;gpu=2",
+        ),
+        *("node=2,node=2", "rack=4", "node=4,", "gpu=-4", "flat=4", "flat,gpu=4", "auto", "²x²", LONG, "2x2\nx"),
+    ),
+    "ring": ("auto", "Outer", "outer,inner", "0", "node"),
+    "a2a": (
+        *(
+            "",
+            "ring",
+            "flat:node",
+            "hierarchical:node",
+            "hierarchical:node,gpu,tile",
+            "hierarchical:gpu,gpu",
+        ),
+        *(
+            "hierarchical:node=kv,gpu",
+            "hierarchical:node,gpu=kv",
+            "hierarchical:node/4,gpu",
+            "flat**",
+            "Flat",
+            "node,gpu",
+        ),
+    ),
+    "profile": ("", "/nowhere/profile.json", "/", "x" * 5000),
+    "timeout": ("", "0", "-1", "nan", "inf", "1e18", "ten", "10s", "0x10", LONG),
+    "v_first": ("true", "1", "yes", "On", "never"),
+    "head_groups": ("", "0", "-1", "1.5", "many", "1e3", LONG),
+    "mode": ("lossy", "Exact", "none", "balanced,fast", "0"),
+    "schedule": (
+        *(
+            "",
+            "bits",
+            "bits=",
+            "bits=3",
+            "bits=nan",
+            "bits=2->",
+            "bits=4->2->1",
+            "bites=4",
+            "bits=2,bits=4",
+            "bits=4;first=8",
+        ),
+        *("warmup=-1", "warmup=1.5", "refresh=", "cached=2", "cached=nan", "cached=0->", "score=best", "predictor=2"),
+        *("predictor=", "joint=3", "joint=-1", "exact=", "exact=a++b", "@", "@/nowhere.json", "@/", "@" + "x" * 5000),
+        *(f"warmup={LONG}", "=", ",", "bits=4,", "first=exactly"),
+    ),
+    "slow_axes": ("tile", "node,", "all", "node;gpu", "none", "Node", ",", "auto,node"),
+    "virtual": ("2x2", "ring:2x2", "flat", "nonsense"),
+    "max_error": ("", "0", "-1", "nan", "inf", "5%", "1e400"),
+    "memory_budget": ("", "0", "-2", "nan", "inf", "lots", "2GiB", "1e308", "1e400"),
+    "kernels": ("cuda", "Torch", "triton,torch"),
+    "cache": (__file__, "x" * 5000),
+}
+"""Values of each option that are not valid on four ranks in two nodes of two, with a mode that has a schedule."""
+GOOD = {
+    "topology": ("flat", "4", "2x2", "1x4", " 2x2 ", "node=2,gpu=2", "gpu=2 , tile=2", "tile=2,node=2"),
+    "ring": ("outer", "inner"),
+    "a2a": (
+        "auto",
+        "flat",
+        "flat*",
+        "hierarchical",
+        "hierarchical:gpu,node*",
+        "hierarchical:node+gpu",
+        "hierarchical:gpu,node=kv",
+    ),
+    "timeout": ("1e-3", "30", "1e8"),
+    "v_first": ("auto", "on", "off"),
+    "head_groups": ("auto", "1", "64"),
+    "mode": ("exact", "paper", "balanced", "fast", "auto"),
+    "schedule": (
+        *("bits=4", "bits=8->2,bits_q=1.6, bits_o = exact", "warmup=0", "first=exact", "refresh=0", "cached=0->0.5"),
+        *("score=drift", "predictor=auto", "predictor=1", "joint=2", "exact=blocks.0+blocks.1"),
+    ),
+    "slow_axes": ("auto", "node", "gpu", "node,gpu", " node , gpu ", "node,node"),
+    "max_error": ("0.05", "1e300"),
+    "memory_budget": ("1e-9", "2.5"),
+    "kernels": ("auto", "torch"),
+    "cache": ("off", "/nowhere/cache"),
+}
+"""Values that are valid there."""
+RANKS = SequenceRanks(4, Topology.parse("2x2"))
+SHARED = {"use_cocodiff": True, "cocodiff_mode": "fast"}
+
+
+def config_of(values: dict[str, Any], variables: dict[str, str] | None = None) -> CocoDiffConfig | None:
+    return resolve(values, variables or {}, RANKS, "cpu")
+
+
+def assert_names(error: ValueError, source: str) -> None:
+    """Assert that an error is one line that begins with a flag or variable."""
+    text = str(error)
+    assert text.startswith((f"{source}: ", f"{source}=")), text
+    assert len(text.splitlines()) == 1, text
+    assert len(text) > len(source) + 10, text
+
+
+def flat_list(cases: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(name, value) for name, values in cases.items() for value in values]
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(flat_list(BAD)) >= 100
+
+
+def test_bad_values_name_the_flag_or_variable() -> None:
+    for name, value in flat_list(BAD):
+        with pytest.raises(ValueError) as caught:
+            print(name, config_of({**SHARED, f"cocodiff_{name}": value}))
+        assert_names(caught.value, f"--cocodiff_{name}")
+        if value:  # an empty variable is not given
+            other = {key: SHARED[key] for key in SHARED if key != f"cocodiff_{name}"}
+            with pytest.raises(ValueError) as caught:
+                config_of(other, {f"COCODIFF_{name.upper()}": value})
+            assert_names(caught.value, f"COCODIFF_{name.upper()}")
+
+
+def test_good_values_are_accepted() -> None:
+    for name, value in flat_list(GOOD):
+        assert config_of({**SHARED, f"cocodiff_{name}": value}) is not None, (name, value)
+
+
+def test_an_axis_named_twice_is_one() -> None:
+    assert config_of({**SHARED, "cocodiff_slow_axes": "node,node"}).slow_axes == ("node",)
+
+
+@pytest.mark.parametrize("variable", ["COCODIFF_RECORD", "COCODIFF_LOG_LEVEL"])
+def test_bad_variables_of_records_and_logs(variable: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_variables({variable: "x" * 5000})
+    assert_names(caught.value, variable)
+
+
+TOKENS = (
+    *(
+        "node",
+        "gpu",
+        "tile",
+        "flat",
+        "hierarchical",
+        "auto",
+        "on",
+        "off",
+        "exact",
+        "fast",
+        "ring",
+        "kv",
+        "bits",
+        "bits_q",
+    ),
+    *(
+        "warmup",
+        "refresh",
+        "cached",
+        "first",
+        "score",
+        "drift",
+        "predictor",
+        "joint",
+        "blocks.0",
+        "inner",
+        "torch",
+        "@",
+    ),
+    *("=", ",", ":", "x", "+", "*", "->", "=kv", "/", ";", "#", " ", "\n", "\0", "."),
+    *("0", "1", "2", "4", "8", "1.6", "-1", "1e9", "1e308", "nan", "inf", "٣", "²"),
+)
+"""Words, marks and numbers of the options' notations."""
+WORDS = st.lists(st.sampled_from(TOKENS), max_size=8).map("".join)
+FLAGS = [option.field for option in OPTIONS if option.default is not False]
+
+
+@settings(derandomize=True, max_examples=300)
+@given(st.dictionaries(st.sampled_from(FLAGS), WORDS | st.text(max_size=12), min_size=1, max_size=2))
+def test_any_text_is_a_config_or_names_an_option(values: dict[str, str]) -> None:
+    try:
+        assert config_of({**SHARED, **values}) is not None
+    except ValueError as error:
+        assert str(error).startswith("--cocodiff_"), error
+        assert len(str(error).splitlines()) == 1, error
+
+
+def links(topology: str) -> list[dict]:
+    axes = Topology.parse(topology).axes
+    return [{"name": axis.name, "latency_seconds": 1e-6, "bytes_per_second": 1e9} for axis in axes]
+
+
+PROFILE = {
+    **{"topology": "node=2,gpu=2", "ranks": 4, "links": links("2x2"), "contention": 1.0, "direct": None},
+    **{"launch_seconds": 1e-6, "copy_bytes_per_second": 1e9, "codec_bytes_per_second": 1e9, "coding_host_seconds": 0},
+}
+ALLOCATION = {
+    **{"format": "cocodiff schedule 1", "model": None, "layers": ["a"], "steps": 4, "starts": [0.0], "first": "bits=8"},
+    **{"predictor": 0.5, "joint": None},
+    "schedule": [{"layer": "a", "tensor": each, "steps": [0, 3], "codec": "bits=2"} for each in "qkvo"],
+}
+STRANGE = [None, True, "", "a", "1", -1, 0, 0.5, 1e400, float("nan"), 10**400, [], [[]], [None], {}, {"a": 1}]
+"""JSON values, some of them numbers that others write."""
+
+
+def paths(value: Any) -> list[tuple]:
+    """Return where the parts of a JSON value are."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(), *((key, *rest) for key, part in parts for rest in paths(part))]
+
+
+def with_part(value: Any, path: tuple, part: Any) -> Any:
+    """Return a copy of a JSON value with one part replaced."""
+    if not path:
+        return part
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = with_part(copy[path[0]], path[1:], part)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("option", "mark", "content"),
+    [
+        ("profile", "", {"profile": PROFILE}),
+        ("profile", "", {"profile": {**PROFILE, "direct": PROFILE}}),
+        ("schedule", "@", ALLOCATION),
+    ],
+    ids=["profile", "profile with direct sends", "schedule"],
+)
+def test_changed_files_are_a_config_or_name_the_option(tmp_path: Path, option: str, mark: str, content: dict) -> None:
+    file = tmp_path / "file.json"
+    values = {**SHARED, "model": "FLUX.1-dev", f"cocodiff_{option}": f"{mark}{file}"}
+    for path in paths(content):
+        for strange in STRANGE:
+            file.write_text(json.dumps(with_part(content, path, strange)))
+            try:
+                config = config_of(values)
+            except ValueError as error:
+                assert_names(error, f"--cocodiff_{option}")
+                continue
+            assert config is not None
+            if config.profile:  # it can be used
+                assert json.loads(json.dumps(config.profile.to_json())) is not None
+                assert isinstance(config.profile.restrict_to(Topology.parse("2x1")).slow_axes, tuple)
+
+
+def test_profiles_with_links_of_other_types_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    other = {**PROFILE, "topology": "node=4", "links": links("4")}
+    for changed in (
+        {"links": [{**links("2x2")[0], "latency_seconds": "short"}, links("2x2")[1]]},
+        {"links": [{**links("2x2")[0], "bytes_per_second": None}, links("2x2")[1]]},
+        {"direct": other},
+    ):
+        file.write_text(json.dumps({"profile": {**PROFILE, **changed}}))
+        with pytest.raises(ValueError, match=r"--cocodiff_profile: .* has no link profile"):
+            config_of({**SHARED, "cocodiff_profile": str(file)})
+
+
+@pytest.mark.parametrize("changed", [{"predictor": "most"}, {"predictor": 2}, {"steps": 0}, {"model": 5}], ids=str)
+def test_schedules_with_values_that_no_run_has_are_refused(tmp_path: Path, changed: dict) -> None:
+    file = tmp_path / "schedule.json"
+    file.write_text(json.dumps({**ALLOCATION, **changed}))
+    with pytest.raises(ValueError, match=f"--cocodiff_schedule: .*{next(iter(changed))}"):
+        config_of({**SHARED, "model": "FLUX.1-dev", "cocodiff_schedule": f"@{file}"})
