@@ -5,6 +5,7 @@ import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -57,6 +58,69 @@ def test_only_the_scheduler_of_the_pipeline_ends_steps(
     tracker.close()
     assert [len(run["steps"]) for run in active_recorder.runs] == [3, 3]
     assert active_recorder.runs[0]["latents_sha256"] == active_recorder.runs[1]["latents_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "timed"), [(8, 8, [3, 7]), (4, 4, [3]), (2, 2, [1]), (1, 1, [0]), (None, 6, [1, 5])]
+)
+def test_communication_is_timed_in_few_steps(
+    total: int | None,
+    count: int,
+    timed: list[int],
+    active_recorder: recorder.Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other steps run as without a recorder, which times their communication neither on a stream nor in a thread."""
+    session, seen = Session(), []
+    monkeypatch.setattr(recorder, "active", lambda: session)
+    active_recorder.begin_run(total)
+    for _ in range(count):
+        seen.append(session.traffic.timed)
+        session.traffic.count_bytes("flat", 2, 10)
+        active_recorder.end_step(torch.zeros(1))
+    active_recorder.end_run()
+    steps = active_recorder.runs[0]["steps"]
+    assert [number for number, each in enumerate(seen) if each] == timed
+    assert [step["is_timed"] for step in steps] == seen
+    assert all((step["hidden_seconds"] is None) == (not step["is_timed"]) for step in steps)
+    assert all(step["sent_bytes"] == {"flat": 10} and step["seconds"] > 0 for step in steps)
+
+
+class DeviceEvent:
+    """torch.Event of an accelerator that takes two seconds a step, however fast the host is."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, device_type: str, enable_timing: bool) -> None:
+        assert enable_timing
+        self.made.append(self)
+        self.waited = False
+
+    def record(self) -> None:
+        self.at = len(self.made)
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, end: "DeviceEvent") -> float:
+        assert end.waited
+        return 2000.0 * (end.at - self.at)
+
+
+def test_the_host_does_not_wait_between_steps_on_an_accelerator(
+    active_recorder: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    session = Session()
+    monkeypatch.setattr(recorder, "active", lambda: session)
+    active_recorder.begin_run(3)
+    for _ in range(3):
+        active_recorder.end_step(torch.zeros(1))
+    assert not any(event.waited for event in DeviceEvent.made)
+    active_recorder.end_run()
+    assert [step["seconds"] for step in active_recorder.runs[0]["steps"]] == [2.0, 2.0, 2.0]
 
 
 SHADES = (0.2, 0.6, 1.0)

@@ -94,6 +94,21 @@ def test_communication_is_a_mean_over_ranks_by_axis() -> None:
     assert record.sent_bytes([[run(step(1, gpu=0.002), step(1, gpu=0.004))] * 2]) == {"gpu": 3000}
 
 
+def test_steps_with_timed_communication_do_not_count_for_step_time() -> None:
+    def untimed(seconds: float) -> dict:
+        return {**step(seconds), "is_timed": False, "in_flight_seconds": None, "hidden_seconds": None}
+
+    timed = {**step(0.9, gpu=0.3), "is_timed": True}
+    steps = [untimed(5.0), untimed(0.4), untimed(0.6), timed, untimed(0.5)]
+    repeats = [[run(*steps)], [run(*steps)]]
+    assert record.step_seconds(repeats[0]) == 0.5
+    assert record.a2a_seconds(repeats) == {"gpu": 0.3}
+    assert record.seconds(repeats, "in_flight_seconds") == pytest.approx(0.45)
+    assert record.sent_bytes(repeats) == {"gpu": 60_000}
+    assert record.step_seconds([run(untimed(5.0), timed)]) == 0.9, "no other step is left"
+    assert record.seconds([[run(untimed(5.0))]], "hidden_seconds") is None
+
+
 def test_warm_up_is_dropped_and_missing_runs_raise(tmp_path: Path) -> None:
     runs = [run(step(float(number))) for number in range(3)]
     ranks = record.read_ranks(write_records(tmp_path / "a", runs, runs))

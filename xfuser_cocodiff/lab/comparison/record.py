@@ -51,23 +51,32 @@ def last_repeats(ranks: Sequence[dict[str, Any]], count: int) -> list[Repeat]:
 
 
 def step_seconds(repeat: Repeat) -> float:
-    """Return the step time in seconds: the maximum over ranks, the median over steps without the first."""
-    return median(_without_first([max(of_ranks) for of_ranks in _by_step(repeat, lambda step: step["seconds"])]))
+    """Return the step time in seconds: the maximum over ranks, the median over steps.
+
+    The first step does not count, nor do steps with timed communication, which other runs do not have, unless there
+    are no others.
+    """
+    steps = [max(of_ranks) for of_ranks in _by_step(repeat, lambda step: step["seconds"])]
+    return median(_without_first(steps, [not each for each in _timed(repeat)]))
 
 
 def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """Return the seconds of a step in collectives, by axis: mean over ranks, median over steps, median over repeats.
+    """Return the seconds of a step in collectives, by axis: mean over ranks, median over timed steps and repeats.
 
     The result is empty at degree 1, and also where collectives run inside a compiled graph, which cannot be timed.
     """
-    return _by_axis(repeats, "a2a_seconds", lambda steps: median(_without_first(steps)), median)
+    return _by_axis(repeats, "a2a_seconds", lambda steps, timed: median(_without_first(steps, timed)), median)
 
 
 def seconds(repeats: Sequence[Repeat], key: str) -> float | None:
     """Return a duration per step, aggregated as in :func:`a2a_seconds`; None if a rank did not measure it."""
-    if any(step[key] is None for repeat in repeats for run in repeat for step in run["steps"]):
+    steps = [step for repeat in repeats for run in repeat for step in run["steps"] if step.get("is_timed", True)]
+    if not steps or any(step[key] is None for step in steps):
         return None
-    return median(median(_without_first(_mean_by_step(repeat, lambda step: step[key]))) for repeat in repeats)
+    return median(
+        median(_without_first(_mean_by_step(repeat, lambda step: step[key] or 0.0), _timed(repeat)))
+        for repeat in repeats
+    )
 
 
 def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
@@ -91,7 +100,8 @@ def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
 
     The result is empty in the cases of :func:`a2a_seconds`.
     """
-    return {axis: round(count) for axis, count in _by_axis(repeats, "sent_bytes", fmean, fmean).items()}
+    sent = _by_axis(repeats, "sent_bytes", lambda steps, timed: fmean(steps), fmean)
+    return {axis: round(count) for axis, count in sent.items()}
 
 
 def _by_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
@@ -99,7 +109,7 @@ def _by_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_rep
 
     def aggregate(axis: str) -> float:
         means = (_mean_by_step(repeat, lambda step: step[key].get(axis, 0)) for repeat in repeats)
-        return over_repeats(map(over_steps, means))
+        return over_repeats(map(over_steps, means, map(_timed, repeats)))
 
     return {axis: aggregate(axis) for axis in axes}
 
@@ -113,9 +123,17 @@ def _by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[tuple[float
     return list(zip(*([value(step) for step in run["steps"]] for run in repeat), strict=True))
 
 
-def _without_first(values: list[float]) -> list[float]:
-    """Drop the first step, which is slower than the others, unless it is the only one."""
-    return values[1:] or values
+def _timed(repeat: Repeat) -> list[bool]:
+    """Return for each step whether its communication was timed, as in all steps of earlier records."""
+    return [step.get("is_timed", True) for step in repeat[0]["steps"]]
+
+
+def _without_first(values: list[float], counts: list[bool]) -> list[float]:
+    """Return the values of steps that count, without the first step, which is slower than the others.
+
+    If no step but the first counts, all others do; a single step always does.
+    """
+    return [value for value, each in zip(values[1:], counts[1:], strict=True) if each] or values[1:] or values
 
 
 def differing(stock: Sequence[Repeat], other: Sequence[Repeat]) -> list[dict[str, int]]:

@@ -11,9 +11,12 @@ Each rank writes rank{r}.json after every run:
            "coded_reason": why it is 0 or null, else null,
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
                      "exact_bytes", "repeated", "was_keyframe", "reference_bytes"}, ...] by step}
-    step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes},
-            "in_flight_seconds": communication summed over layers, "hidden_seconds": the part of it that is hidden
-            behind computation; both null on an accelerator, where the host cannot time the end of communication}
+    step = {"seconds", "is_timed": whether communication is timed, "a2a_seconds": {stage: seconds}; empty if it is not,
+            "sent_bytes": {stage: bytes}, "in_flight_seconds": communication summed over layers, "hidden_seconds": the
+            part of it that is hidden behind computation; both null on an accelerator, where the host cannot time the
+            end of communication, and where it is not timed}
+
+Timed communication takes the comm stream and events that users' runs do without, so it is timed in one of four steps.
 
 Rank 0 also writes progress.json and the final latents of the last run. Every rank that decodes writes the first picture
 of the last run; in some of xDiT's pipelines only the last rank decodes. With tracing, every rank writes
@@ -30,7 +33,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -44,6 +47,11 @@ from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session import exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
 
+TIMED_PERIOD = 4
+"""One of so many steps has timed communication, and the others measure step time."""
+_Mark: TypeAlias = float | torch.Event
+"""An instant: of the host's clock, or in the stream of an accelerator, so that the host need not wait for it."""
+
 
 class Recorder:
     """Record of one rank; a listener of :class:`xfuser_cocodiff.xdit.run_tracking.run_tracker.RunTracker`."""
@@ -52,7 +60,9 @@ class Recorder:
         self.folder = folder
         self.runs: list[dict[str, Any]] = []
         self.latents: torch.Tensor | None = None
-        self._step_began = 0.0
+        self._step_began: _Mark = 0.0
+        self._unresolved: list[tuple[dict[str, Any], _Mark, _Mark]] = []
+        """Steps of the current run, with the instants of their start and end."""
 
     @functools.cached_property
     def rank(self) -> int:
@@ -94,18 +104,21 @@ class Recorder:
             raise ValueError(f"{RECORD_VARIABLE}={self.folder} is not valid: {error}; valid is a folder") from None
         self.runs.append({"total_steps": total, "steps": []})
         active().traffic.reset()
-        active().traffic.timed = True
+        active().traffic.timed = is_timed(0, total)
+        self._unresolved.clear()  # of a run that was not completed
         _memory().reset_peak_memory_stats()
         self._trace()
-        self._step_began = self._now()
+        self._step_began = _mark()
 
     def end_step(self, latents: torch.Tensor | None) -> None:
         """Record a step and keep its latents, which may be those of the last step."""
         traffic = active().traffic
-        untimed = torch.accelerator.is_available()
+        untimed = torch.accelerator.is_available() or not traffic.timed
         layers = traffic.hidden_by_layer().values()
+        ended = _mark()
         step = {
-            "seconds": self._now() - self._step_began,
+            "seconds": 0.0,  # until the end of the run
+            "is_timed": traffic.timed,
             "a2a_seconds": traffic.seconds,
             "sent_bytes": dict(traffic.sent_bytes),
             "in_flight_seconds": None if untimed else sum(in_flight for in_flight, _ in layers),
@@ -113,13 +126,15 @@ class Recorder:
         }
         run = self.runs[-1]
         run["steps"].append(step)
+        self._unresolved.append((step, self._step_began, ended))
         self.latents = latents
         if self.rank == 0:
             progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}
             self._write("progress.json", progress)
         traffic.reset()
+        traffic.timed = is_timed(len(run["steps"]), run["total_steps"])
         self._trace()
-        self._step_began = self._now()
+        self._step_began = _mark()
 
     def _trace(self) -> None:
         if self._tracer:
@@ -135,6 +150,9 @@ class Recorder:
                     f"{RECORD_VARIABLE}: a run is not recorded, since no latents were passed to run.step(latents)"
                 )
             return
+        for step, began, ended in self._unresolved:
+            step["seconds"] = _seconds_between(began, ended)
+        self._unresolved.clear()
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
         run.update(_compression(active()))
@@ -162,12 +180,32 @@ class Recorder:
         if self.runs and (picture := image_grid(output)) is not None:
             picture.save(self.folder / f"picture{self.rank}.png")
 
-    @staticmethod
-    def _now() -> float:
-        """Return the time in seconds at which all work submitted so far is done."""
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+
+def is_timed(number: int, total: int | None) -> bool:
+    """Return whether communication is timed in a step.
+
+    Args:
+        number: the step in its run, from 0.
+        total: steps of the run; None if unknown, as in a user's loop.
+    """
+    return number % TIMED_PERIOD == (min(TIMED_PERIOD, total) - 1 if total else 1)
+
+
+def _mark() -> _Mark:
+    """Return the instant at which all work submitted so far is done."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return time.perf_counter()
+    event = torch.Event(accelerator.type, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(began: _Mark, ended: _Mark) -> float:
+    if isinstance(began, float) or isinstance(ended, float):
+        return ended - began
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1000
 
 
 def _compression(session: Session) -> dict[str, Any]:
