@@ -246,6 +246,18 @@ def test_baseline_of_an_earlier_comparison_is_reused(
     assert "it ran with torch 2.0.0; installed here: torch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../outside", "/etc", "..", ".", "", "a/b", 3])
+def test_a_manifest_names_folders_beside_it_only(tmp_path: Path, name: object) -> None:
+    """The folders that a manifest names are copied."""
+    (tmp_path / "earlier/records").mkdir(parents=True)
+    (tmp_path / "earlier/outside").mkdir()
+    manifest = {"command": "xdit", "repeats": 1, "host": {}, "records": [name]}
+    (tmp_path / "earlier/records/stock.json").write_text(json.dumps(manifest))
+    stock = compare.RecordedVariant("stock", [], {})
+    with pytest.raises(compare.UsageError, match="it has no complete records of stock"):
+        stock.reuse(tmp_path / "earlier", tmp_path / "out", 1)
+
+
 def test_complete_baseline_is_kept_when_the_plugin_fails(quick_script: Callable, tmp_path: Path, capsys) -> None:
     """The comparison continues in the same folder and launches only the variant that failed."""
     failing, succeeding = quick_script("--fail-plugin", repeats=2), quick_script(repeats=2)

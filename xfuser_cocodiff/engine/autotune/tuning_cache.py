@@ -8,7 +8,6 @@ another file, and are tuned separately.
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.compression.precisions import LOSSLESS, PrecisionChoice
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
 _SCHEMA = 9
@@ -90,16 +90,13 @@ class TuningCache:
         """
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.file(self.folder)
-            partial = file.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(self.to_json(), indent=1))
-            partial.replace(file)
+            json_file.replace(self.file(self.folder), json.dumps(self.to_json(), indent=1))
 
 
 def load(file: Path) -> TuningCache | None:
     """Return the cache of a file; None if there is no such file or it cannot be read, and tuning starts over."""
     try:
-        return TuningCache.from_json(json.loads(file.read_text()))
+        return TuningCache.from_json(json_file.read(file, follow_link=False))
     except (OSError, ValueError):
         return None
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import math
 import zlib
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
+from xfuser_cocodiff.engine.topology import json_file
 
 FORMAT = "cocodiff schedule 1"
 """Value of `format` in a schedule file."""
@@ -131,8 +131,8 @@ def _read_cached(text: str) -> BitAllocation:
 def _read(text: str) -> BitAllocation:
     path, _, checksum = text.removeprefix("@").partition("#")
     try:
-        content = Path(path).read_bytes()
-        record = json.loads(content)
+        content = json_file.read_bytes(Path(path))
+        record = json_file.parse(content)
     except (OSError, ValueError) as error:
         raise ValueError(f"{text!r} is not valid: {error}; valid is @FILE, written by cocodiff tune") from None
     if checksum and checksum != _checksum(content):
@@ -149,7 +149,7 @@ def _read(text: str) -> BitAllocation:
 def with_checksum(text: str) -> str:
     """Return `@FILE#CHECKSUM` for `@FILE`, which differs between ranks that would read different contents."""
     path = text.removeprefix("@").partition("#")[0]
-    return f"@{path}#{_checksum(Path(path).read_bytes())}"
+    return f"@{path}#{_checksum(json_file.read_bytes(Path(path)))}"
 
 
 def _checksum(content: bytes) -> str:

@@ -1,11 +1,11 @@
 """Link profiles: latency and bandwidth of a machine's links, measured by a probe or taken from a data sheet."""
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 SLOW_RATIO, FURTHER_SLOW_RATIO = 0.1, 0.2
@@ -114,7 +114,7 @@ class Profile:
             ValueError: the file cannot be read or contains no profile.
         """
         try:
-            values = json.loads(file.read_text())
+            values = json_file.read(file)
             if not isinstance(values, dict) or not isinstance(values.get("profile"), dict):
                 raise ValueError("the entry 'profile' is missing")
             return cls.from_json(values["profile"])

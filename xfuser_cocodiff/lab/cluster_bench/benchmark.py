@@ -1,13 +1,13 @@
 """The record of `cocodiff bench cluster`: cells one after the other, each recorded, measured and checked."""
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
@@ -202,7 +202,7 @@ def read_cells(file: Path | None) -> list[dict[str, Any]]:
     if file is None or not file.exists():
         return []
     try:
-        cells: list[dict[str, Any]] = json.loads(file.read_text())["cells"]
+        cells: list[dict[str, Any]] = json_file.read(file, json_file.MAX_RECORD_BYTES)["cells"]
         for cell in cells:
             _ = _key(cell), cell["blocks"], cell["modes"], cell["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,11 +1,11 @@
 """PSNR of variants, from records of `cocodiff quality`: of modes by their exchange along slow axes."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.plans import HEADS
 from xfuser_cocodiff.lab.cluster_bench import coded_exchange
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
@@ -26,7 +26,7 @@ class QualityRecord:
             ValueError: the file cannot be read, or is no record of `cocodiff quality`.
         """
         try:
-            rows = tuple(json.loads(file.read_text())["rows"])
+            rows = tuple(json_file.read(file, json_file.MAX_RECORD_BYTES)["rows"])
             if not all({"mode", "sweep", "psnr_db_mean"} <= row.keys() for row in rows):
                 raise KeyError("rows")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,11 +1,11 @@
 """Reads all records of `cocodiff bench cluster` in a folder as one."""
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.lab.cluster_bench import benchmark, cell_rows
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.simulation.machines import machine_named
@@ -51,5 +51,5 @@ def with_own_launch_time(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _created(file: Path) -> str:
-    created: str = json.loads(file.read_text()).get("created", "")
+    created: str = json_file.read(file, json_file.MAX_RECORD_BYTES).get("created", "")
     return created

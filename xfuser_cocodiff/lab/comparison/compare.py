@@ -19,6 +19,7 @@ from xfuser_cocodiff.engine.settings.options import (
     OPTIONS,
     TRACE_VARIABLE,
 )
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 from xfuser_cocodiff.lab.comparison import emulate, launch, trace
 from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
@@ -89,9 +90,9 @@ class RecordedVariant:
             UsageError: the records are missing, or of another command or other package versions.
         """
         try:
-            manifest = json.loads(_manifest_file(earlier, self.name).read_text())
+            manifest = json_file.read(_manifest_file(earlier, self.name), json_file.MAX_RECORD_BYTES)
             launched_command, recorded = shlex.split(manifest["command"]), manifest["repeats"]
-            versions, names = manifest["host"], [str(name) for name in manifest["records"]]
+            versions, names = manifest["host"], [_plain(name) for name in manifest["records"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"--stock {earlier} is not valid: it has no complete records of {self.name}: {error}"
@@ -114,6 +115,13 @@ class RecordedVariant:
             for name in names:
                 shutil.copytree(earlier / "records" / name, folder / name, dirs_exist_ok=True)
             shutil.copyfile(_manifest_file(earlier, self.name), _manifest_file(out, self.name))
+
+
+def _plain(name: str) -> str:
+    """Return the name of a folder; raise ValueError if it leads to another one."""
+    if name in ("", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a folder")
+    return name
 
 
 def _manifest_file(out: Path, variant: str) -> Path:

@@ -1,11 +1,11 @@
 """Bytes on slow links against PSNR, of records of `cocodiff quality`: a picture with a panel per record, and tables."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.lab.comparison.quality import (
     BASELINES,
     COMPACTFUSION,
@@ -39,7 +39,7 @@ def read_folder(folder: Path) -> list[Record]:
     Raises:
         ValueError: there are none.
     """
-    records = [json.loads(file.read_text()) for file in sorted(folder.glob("frontier-*.json"))]
+    records = [json_file.read(file, json_file.MAX_RECORD_BYTES) for file in sorted(folder.glob("frontier-*.json"))]
     found = [record for record in records if {"model", "steps", "guidance_scale", "rows"} <= record.keys()]
     if not found:
         raise ValueError(f"{folder} has no frontier-*.json; `cocodiff bench all --only frontier --out DIR` writes them")

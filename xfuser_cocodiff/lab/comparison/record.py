@@ -3,11 +3,12 @@
 A launch holds runs (pipeline calls). The runs that are compared are its repeats; a repeat is a list over ranks.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeAlias
+
+from xfuser_cocodiff.engine.topology import json_file
 
 Repeat: TypeAlias = list[dict[str, Any]]
 """One run as each rank recorded it, by rank; :mod:`xfuser_cocodiff.lab.comparison.recorder` describes the fields."""
@@ -23,7 +24,11 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     Raises:
         RecordError: there are no records, or ranks have different numbers of runs.
     """
-    ranks = sorted((json.loads(file.read_text()) for file in folder.glob("rank*.json")), key=lambda one: one["rank"])
+    try:
+        read = [json_file.read(file, json_file.MAX_RECORD_BYTES) for file in folder.glob("rank*.json")]
+        ranks = sorted(read, key=lambda one: int(one["rank"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{folder}: a rank's record is not valid: {error}") from None
     if not ranks:
         raise RecordError(
             f"{folder}: no rank recorded a denoising step. Is xfuser-cocodiff installed where the command runs, "

@@ -4,7 +4,6 @@ Runs on held-out prompts are not cached: their images are shown, and the file ha
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import numpy as np
 
 from xfuser_cocodiff.engine.compression.bit_allocation import BitAllocation
 from xfuser_cocodiff.engine.settings.options import EXACT
+from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.lab.comparison.quality import (
     DTYPES,
     CodecCase,
@@ -89,7 +89,7 @@ class TrialCache:
         self.gallery: dict[str, np.ndarray] = {}
         """Images of the held-out runs, by name."""
         self._contents: dict[str, Any] = {"of": json.loads(json.dumps(key)), "trials": {}, "layers": []}
-        if file.exists() and (earlier := json.loads(file.read_text()))["of"] == self._contents["of"]:
+        if file.exists() and (earlier := _read(file)).get("of") == self._contents["of"]:
             self._contents = earlier
         self.num_cached = len(self._contents["trials"])
         """Number of trials that the file had at the start."""
@@ -153,9 +153,18 @@ class TrialCache:
         """Add a trial to the cache file, which is replaced atomically."""
         self._contents["trials"][name] = asdict(trial)
         self._contents["layers"] = self._contents["layers"] or layers
-        draft = self._file.with_suffix(".draft")
-        draft.write_text(json.dumps(self._contents))
-        os.replace(draft, self._file)
+        json_file.replace(self._file, json.dumps(self._contents))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the contents of a cache file; nothing if it is damaged, and all trials run again."""
+    try:
+        contents = json_file.read(file, json_file.MAX_RECORD_BYTES)
+        if isinstance(contents["trials"], dict) and isinstance(contents["layers"], list):
+            return dict(contents)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return {}
 
 
 def _compare(images: GeneratedImages, exact: np.ndarray, exact_fraction: float) -> BitTrial:
