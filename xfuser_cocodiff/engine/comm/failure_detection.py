@@ -48,6 +48,9 @@ _store_ref: Callable[[], dist.Store | None] = type(None)
 _stopping = threading.Event()
 _failed_group: dist.ProcessGroup | list[int] | None = None
 """Group of this rank's latest failure."""
+_known_lost: frozenset[int] = frozenset()
+"""Ranks that did not respond to this rank's last check. The next check, such as that of a collective that was in flight
+behind the failed one, waits for them only as long as a rank that is back needs to respond."""
 _recovered = threading.Event()
 """Set after a later success in that group, until the heartbeat thread has withdrawn the report."""
 
@@ -182,7 +185,7 @@ def is_heartbeat_running() -> bool:
 
 def start_heartbeat() -> None:
     """Start to respond to checks; every rank of the world must call this before its first collective."""
-    global _store_ref
+    global _known_lost, _store_ref
     store = _get_default_store()
     if _store_ref() is not store:
         _store_ref = weakref.ref(store)
@@ -191,6 +194,7 @@ def start_heartbeat() -> None:
         own.set(_key(_RESPONSE, rank), "0 ")
         _pending.clear()  # collectives of an earlier world
         _set_failed_group(None)
+        _known_lost = frozenset()
         heartbeat = threading.Thread(
             target=_run_heartbeat, args=(own, rank, _store_ref), name="cocodiff heartbeat", daemon=True
         )
@@ -257,6 +261,7 @@ def _check_ranks(members: list[int], rank: int, stage: str) -> str:
     Raises:
         RuntimeError: the store is closed.
     """
+    global _known_lost
     store = _get_default_store().clone()
     store.set(_key(_REPORT, rank), stage)
     number = store.add(_CHECKS, 1)
@@ -269,10 +274,14 @@ def _check_ranks(members: list[int], rank: int, stage: str) -> str:
         return stages if int(answered) >= number else None
 
     with_heartbeat = {other for other in range(dist.get_world_size()) if _read(store, _RESPONSE, other) is not None}
-    missing, deadline = set(members) | with_heartbeat, time.monotonic() + RESPONSE_SECONDS
-    while missing and time.monotonic() < deadline:
+    missing, began = set(members) | with_heartbeat, time.monotonic()
+    while missing:
+        seconds = 2 * _HEARTBEAT_SECONDS if missing <= _known_lost else RESPONSE_SECONDS
+        if time.monotonic() >= began + seconds:
+            break
         time.sleep(_POLL_SECONDS)
         missing = {other for other in missing if stages_of(other) is None}
+    _known_lost = frozenset(missing)
     if missing:
         return f"{_ranks_are(missing)} lost or unresponsive"
     if absent := {other for other in members if not stages_of(other)}:
