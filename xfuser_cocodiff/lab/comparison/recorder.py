@@ -5,7 +5,8 @@ Each rank writes rank{r}.json after every run:
     {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
      "slow_axes": [axis, ...], "precisions": {kind of layer: bits that mode auto has accepted so far}, "exchange":
      {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
-     "layers": {class of attention modules: [whether its V can be sent first, or why not]}}
+     "layers": {class of attention modules: [whether its V can be sent first, or why not]},
+     "decisions": all that another run of the same command could decide otherwise, see `xdit/session/decisions.py`}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
            "coded_reason": why it is 0 or null, else null,
@@ -44,7 +45,7 @@ from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
-from xfuser_cocodiff.xdit.session import exchanges
+from xfuser_cocodiff.xdit.session import decisions, exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 TIMED_PERIOD = 4
@@ -237,6 +238,7 @@ def _session_settings() -> dict[str, Any]:
         "precisions": tuner.described if (tuner := active().precision_tuner) else {},
         "exchange": exchanges.of_run(active()),
         "layers": active().layers.signatures.report(),
+        "decisions": decisions.of_run(active()),
     }
 
 
