@@ -12,9 +12,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, tune
+from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, soak, tune
 
-COMMANDS = (compare, env, models, probe, plan, bench, quality, tune, simulate)
+COMMANDS = (compare, env, models, probe, plan, bench, quality, tune, simulate, soak)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

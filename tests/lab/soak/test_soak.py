@@ -1,0 +1,138 @@
+"""`cocodiff soak`: what is drawn, what counts as a failure, and a short campaign on two ranks."""
+
+import json
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.lab.soak import campaign, fault, report, request, resources, warm_up
+from xfuser_cocodiff.lab.soak.comparison import Comparison, Plan
+from xfuser_cocodiff.lab.soak.job import HANGS
+from xfuser_cocodiff.lab.soak.rank_worker import Outcome
+
+FIXED = ("--model", "FLUX.1-dev", "--cocodiff_mode", "balanced")
+PLAN = Plan(seed=5, ranks=2, requests=2, faults=0, kinds=(), distinct=2, seconds=None, timeout=60, fixed=FIXED)
+
+
+def test_an_item_depends_on_the_seed_and_its_number_only() -> None:
+    palette = request.palette(3, 20)
+    assert palette == request.palette(3, 20) == request.palette(3, 30)[:20] != request.palette(4, 20)
+    assert len({*palette}) == 20
+    assert {each.mode for each in request.palette(0, 60)} == {*request.MODES}
+    assert {each.model for each in request.palette(0, 60)} == {*request.MODELS}
+    assert all(each.compiled <= (each.model == "FLUX.1-dev") for each in palette)
+    names = [*fault.KINDS]
+    drawn = [fault.draw(3, number, names, 4, palette[0]) for number in range(2 * len(names))]
+    assert [each.kind for each in drawn] == names * 2
+    assert drawn[len(names) + 1] == fault.draw(3, len(names) + 1, names, 4, palette[0])
+    assert {each.victim for each in drawn} == {0, 1, 2, 3}
+
+
+def test_arguments_fix_what_is_drawn() -> None:
+    fixed = ("--model", "SD3.5", "--cocodiff_mode=fast", "--num_inference_steps", "7", "--cocodiff_v_first", "off")
+    found = [request.draw(random.Random(seed), fixed) for seed in range(20)]
+    assert {(each.model, each.mode, each.steps, each.v_first) for each in found} == {("SD3.5", "fast", 7, "off")}
+
+
+def test_there_are_more_than_twenty_kinds_of_faults() -> None:
+    assert len(fault.KINDS) >= 30
+    assert fault.parse_kinds("all") == [*fault.KINDS] and fault.parse_kinds("none") == []
+    assert fault.parse_kinds("killed,nan") == ["killed", "nan"]
+
+
+def test_slope_of_resources() -> None:
+    samples = [dict.fromkeys(resources.NAMES, 5) | {"threads": 10 + 3 * number} for number in range(40)]
+    found = resources.summary(samples, warm_up=10)
+    assert found["threads"]["slope"] == pytest.approx(3) and found["sockets"]["slope"] == 0
+    assert (found["threads"]["first"], found["threads"]["most"]) == (43, 127)  # the median of 40, 43 and 46
+    before = resources.sample()
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]
+    assert resources.sample()["descriptors"] == before["descriptors"] + 5
+    for descriptor in held:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "cause"),
+    [
+        ([Outcome("a"), Outcome("b")], None),
+        ([Outcome("a"), Outcome("c")], "rank 1: other bits"),
+        ([Outcome("a"), Outcome(None)], "rank 1: other bits"),
+        ([Outcome("a"), Outcome(error="ValueError", message="why")], "rank 1: ValueError: why"),
+        ([Outcome(error=HANGS), Outcome("b")], "rank 0: hangs"),
+    ],
+)
+def test_what_counts_as_a_failure(tmp_path: Path, outcomes: list[Outcome], cause: str | None) -> None:
+    comparison = Comparison(PLAN, tmp_path, lambda text: None)
+    passed = comparison.check("request:0", request.draw(random.Random(0)), outcomes, ["a", "b"])
+    assert passed == (cause is None)
+    assert [each["cause"].startswith(cause) for each in comparison.record.failures] == [True] * (cause is not None)
+    assert comparison.record.hangs == (outcomes[0].error == HANGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--ranks", "3"], "--ranks 3 is not valid; valid are even numbers from 2 to 64"),
+        (["--requests", "-1"], "--requests -1 is not valid; valid are numbers from 0"),
+        (["--minutes", "0"], "--minutes 0 is not valid; valid are numbers above 0"),
+        (["--timeout", "nan"], "--timeout nan is not valid; valid are numbers above 0"),
+        (["--faults", "killed,typo"], "--faults typo is not valid; valid are all, none and callback_error"),
+        (["--only", "request:1"], "--only needs the --seed of the run to replay"),
+        (["--only", "killed", "--seed", "1"], "--only killed is not valid; valid are request:N and fault:N"),
+    ],
+)
+def test_invalid_options(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "set_environment", lambda models: None)  # for new processes only
+    assert cli.main(["soak", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"cocodiff: {error}")
+
+
+def run_campaign(plan: Plan, file: Path) -> None:
+    """Run a campaign in a process of its own, from which its ranks are forked."""
+    torch.set_num_threads(1)
+    warm_up.prepare()
+    file.write_text(json.dumps(campaign.run(plan, print)))
+    os._exit(0)
+
+
+def record_of(plan: Plan, folder: Path) -> dict:
+    process = ranks.context.Process(target=run_campaign, args=(plan, folder / "record.json"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return json.loads((folder / "record.json").read_text())
+
+
+@pytest.mark.slow  # those above are the quick ones
+@pytest.mark.parametrize("kinds", [("interrupt_in_layer", "killed"), tuple(fault.KINDS)], ids=["two", "all"])
+def test_requests_and_faults(hub: Path, tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """Requests equal fresh ones, also after faults, which survivors name and which leave nothing behind."""
+    record = record_of(replace(PLAN, kinds=kinds, faults=len(kinds), timeout=60 if len(kinds) < 9 else 120), tmp_path)
+    assert report.succeeded(record), json.dumps({**record, "samples": None}, indent=1)
+    assert record["requests"] == 2 and record["by_mode"] == {"balanced": 2}
+    assert {name: each["as_expected"] for name, each in record["faults"].items()} == dict.fromkeys(kinds, 1)
+    assert record["faults"]["killed"]["longest_seconds"] > 0
+    assert all(len(samples) >= 2 and samples[-1]["threads"] > 1 for samples in record["samples"])
+
+
+def test_faults_are_spread_over_the_requests_and_one_item_is_replayed(tmp_path: Path) -> None:
+    def items(**changes: object) -> list[tuple[str, int]]:
+        return [*campaign.Campaign(replace(PLAN, **changes), tmp_path, print)._items()]
+
+    spread = items(requests=6, faults=3, kinds=("nan",))
+    assert [kind for kind, _ in spread] == ["request", "fault", "request"] * 3
+    assert sorted(spread) == [
+        *(("fault", number) for number in range(3)),
+        *(("request", number) for number in range(6)),
+    ]
+    assert items(requests=0, faults=2, kinds=("nan",)) == [("fault", 0), ("fault", 1)]
+    assert items(faults=2, kinds=("nan",), only=("request", 1)) == [("request", 1)]

@@ -1,0 +1,126 @@
+"""Requests of a soak test: what is drawn from a seed, and the arguments and inputs that it becomes."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from xfuser_cocodiff.xdit.launching.command_line import option_value
+
+MODELS = ("FLUX.1-dev", "Wan2.1-T2V", "SD3.5")
+MODES = ("exact", "balanced", "fast", "paper")
+"""Modes that are drawn; `auto` chooses bits by timed steps, so that two runs may differ."""
+SIZES = ((64, 64), (128, 64), (96, 96))
+PROMPTS = ("a photo of a cat", "a red house on a hill", "old coins")
+TEACACHE = ("--cache_method", "teacache", "--cache_config", '{"residual_diff_threshold": 0.3}')
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request to an engine, and the options of the plugin that it runs with."""
+
+    model: str
+    mode: str
+    plan: str
+    """Plan of the all-to-all: flat or hierarchical."""
+    v_first: str
+    height: int
+    width: int
+    steps: int
+    guidance: float
+    prompts: tuple[str, ...]
+    seed: int
+    head_groups: int | None = None
+    """Number of head groups; None leaves it to the autotuner."""
+    schedule: str | None = None
+    """Changes to the schedule of the mode."""
+    compiled: bool = False
+    step_cache: bool = False
+
+    @property
+    def engine(self) -> tuple[str, bool, bool]:
+        """Key of the loaded model that runs it."""
+        return self.model, self.compiled, self.step_cache
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its mode is lossy."""
+        return self.mode != "exact"
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Inputs of xDiT's runner."""
+        return {
+            "prompt": [*self.prompts],
+            "height": self.height,
+            "width": self.width,
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+            "seed": self.seed,
+        }
+
+    def model_arguments(self, ranks: int) -> list[str]:
+        """Return the arguments of stock xDiT that load the model."""
+        more = {"FLUX.1-dev": ["--max_sequence_length", "32"], "Wan2.1-T2V": ["--num_frames", "5"]}
+        size = ["--height", str(self.height), "--width", str(self.width), "--num_inference_steps", str(self.steps)]
+        cache = TEACACHE if self.step_cache else ()
+        model = ["--model", self.model, "--ulysses_degree", str(ranks), "--prompt", *self.prompts]
+        return [*model, *size, *more.get(self.model, []), *cache]
+
+    def plugin_arguments(self, ranks: int) -> list[str]:
+        """Return the options of the plugin; half of the ranks are on each of two emulated nodes."""
+        topology = f"node=2,gpu={ranks // 2}" if ranks > 1 and ranks % 2 == 0 else f"gpu={ranks}"
+        schedule = ["--cocodiff_schedule", self.schedule] if self.schedule else []
+        groups = ["--cocodiff_head_groups", str(self.head_groups)] if self.head_groups else []
+        return [
+            *("--use_cocodiff", "--cocodiff_topology", topology, "--cocodiff_a2a", self.plan),
+            *("--cocodiff_mode", self.mode, "--cocodiff_v_first", self.v_first),
+            *groups,
+            *schedule,
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the request as JSON values."""
+        return asdict(self)
+
+
+def draw(generator: random.Random, fixed: Sequence[str] = ()) -> Request:
+    """Draw a request.
+
+    Args:
+        generator: source of random numbers.
+        fixed: arguments of xDiT, whose model, mode, plan and steps are not drawn.
+    """
+    model = option_value(fixed, "model") or generator.choice(MODELS)
+    mode = option_value(fixed, "cocodiff_mode") or generator.choice(MODES)
+    plan = option_value(fixed, "cocodiff_a2a") or generator.choice(("flat", "hierarchical"))
+    height, width = generator.choice(SIZES)
+    steps = int(option_value(fixed, "num_inference_steps") or generator.choice((2, 3, 5)))
+    prompts = generator.sample(PROMPTS, 2 if model == "FLUX.1-dev" and generator.random() < 0.25 else 1)
+    special = generator.random() if model == "FLUX.1-dev" else 1.0
+    return Request(
+        model,
+        mode,
+        plan,
+        v_first=option_value(fixed, "cocodiff_v_first") or generator.choice(("on", "off")),
+        height=height,
+        width=width,
+        steps=steps,
+        guidance=generator.choice((1.0, 3.5)),
+        prompts=tuple(prompts),
+        seed=generator.randrange(1000),
+        head_groups=generator.choice((1, 2)) if mode == "exact" else 1,
+        schedule=generator.choice((None, "first=exact", "bits=4,bits_o=4")) if mode == "balanced" else None,
+        compiled=special < 0.15,
+        step_cache=0.15 <= special < 0.3,
+    )
+
+
+def palette(seed: int, count: int, fixed: Sequence[str] = ()) -> list[Request]:
+    """Return distinct requests; each depends on the seed and its position only."""
+    return [draw(random.Random(f"request {seed} {number}"), fixed) for number in range(count)]
+
+
+def choose(seed: int, item: str, requests: Sequence[Request]) -> Request:
+    """Return the request of an item of a campaign; it depends on the seed and the item only."""
+    return random.Random(f"{item} {seed}").choice(requests)

@@ -1,0 +1,38 @@
+"""Prepares the process that ranks are forked from: small models, and imports that take seconds."""
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+
+from xfuser_cocodiff.lab.emulation import forked_ranks
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def set_environment(models: Path) -> None:
+    """Set the variables that libraries read when they are imported; call this before torch is imported.
+
+    Args:
+        models: folder of the small models, for HF_HOME.
+    """
+    forked_ranks.prepare_environment()
+    for name in [name for name in os.environ if name.startswith("COCODIFF_")]:
+        os.environ.pop(name)  # requests say what they run with
+    os.environ.update(HF_HOME=str(models), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", LOG_LEVEL="warning")
+
+
+def prepare() -> None:
+    """Import xDiT with the plugin, and compile kernels."""
+    import xfuser_cocodiff
+
+    xfuser_cocodiff.install()
+    before = {name: os.environ.get(name) for name in _LAUNCHER_VARIABLES}
+    for name in ("xfuser.runner", "xfuser_cocodiff.xdit.session.startup", "xfuser_cocodiff.lab.soak.rank_worker"):
+        importlib.import_module(name)
+    importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
+    if importlib.util.find_spec("numba"):
+        importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
+    for name, value in before.items():  # xDiT's runner sets them for a single rank
+        if value is None:
+            os.environ.pop(name, None)

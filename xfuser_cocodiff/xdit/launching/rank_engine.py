@@ -1,0 +1,124 @@
+"""Engine of xDiT's runner on one of several ranks, for requests that differ in size, steps and plugin options."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from xfuser_cocodiff.xdit.session import decisions
+from xfuser_cocodiff.xdit.session.session import active
+
+StepCallback = Callable[[int, torch.Tensor], torch.Tensor]
+"""Called after each step with its number and latents; returns the latents to continue with."""
+
+
+class RankEngine:
+    """Model of xDiT's registry on this rank, loaded by xDiT's runner.
+
+    All ranks call each method with the same arguments. It runs in float32, and outputs are not decoded: decoding takes
+    as long as the denoising of a small model.
+
+    Args:
+        arguments: of the `xdit` command.
+        compiled: whether to trace the transformer into graphs, without code generation.
+    """
+
+    def __init__(self, arguments: Sequence[str], compiled: bool = False) -> None:
+        from xfuser.runner import xFuserModelRunner
+
+        values = _parse(arguments)
+        self._runner = xFuserModelRunner(values)
+        self._runner.initialize(self._runner.preprocess_args(values))
+        self._arguments = [*arguments]
+        self.latents: torch.Tensor | None = None
+        """Final latents of the last run; None on ranks that decode nothing."""
+        self.pipe.to(torch.float32)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.pipe.vae.decode = self._keep_latents
+        if compiled:
+            self.pipe.transformer.compile(backend="aot_eager")
+
+    @property
+    def pipe(self) -> Any:
+        """Pipeline of the model."""
+        return self._runner.model.pipe
+
+    def configure(self, arguments: Sequence[str]) -> None:
+        """Start a new runtime state, and with it a session, with other options of the plugin or of parallelism."""
+        from xfuser import xFuserArgs
+        from xfuser.core.distributed import initialize_runtime_state
+
+        model = self._runner.model
+        model.engine_config, _ = xFuserArgs.from_runner_args(_parse(arguments)).create_config()
+        initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
+        self._arguments = [*arguments]
+
+    def run(self, inputs: dict[str, Any], callback: StepCallback | None = None) -> str | None:
+        """Run the pipeline and return the SHA-256 of the final latents; None on ranks that decode nothing.
+
+        Args:
+            inputs: inputs that replace those of the arguments, such as `height`.
+            callback: called after each step.
+        """
+        self.latents = None
+        self._reset_step_cache()
+        with self._with_callback(callback):
+            self._runner.run(self._runner.preprocess_args({**_parse(self._arguments), **inputs}))
+        if self.latents is None:
+            return None
+        content = self.latents.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def _keep_latents(self, latents: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+        self.latents = latents
+        return (latents[:, :3],)
+
+    @contextmanager
+    def _with_callback(self, callback: StepCallback | None) -> Iterator[None]:
+        """Pass a callback to the pipeline, which xDiT's runner does not."""
+        if callback is None:
+            yield
+            return
+
+        def at_end(_: Any, step: int, __: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"latents": callback(step, tensors["latents"])}
+
+        kind = type(self.pipe)
+        with_callback = functools.partialmethod(kind.__call__, callback_on_step_end=at_end)
+        with mock.patch.object(kind, "__call__", with_callback):
+            yield
+
+    def _reset_step_cache(self) -> None:
+        """Reset xDiT's step caches, which keep the last run's state and would let a run depend on the one before."""
+        for module in self.pipe.transformer.modules():
+            if type(module).__name__.endswith("CachedTransformerBlocks"):
+                module.cache_context.modulated_inputs = None
+                module.use_cache, module.cnt = torch.tensor(False), torch.tensor(0)
+                module.accumulated_rel_l1_distance = torch.zeros(1)
+
+
+def _parse(arguments: Sequence[str]) -> dict[str, Any]:
+    from xfuser.config import FlexibleArgumentParser, xFuserArgs
+
+    return vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args([*arguments]))
+
+
+def init_rank(rank: int, world_size: int) -> None:
+    """Initialize xDiT on this rank; the process group exists already."""
+    from xfuser.core.distributed import init_distributed_environment
+
+    init_distributed_environment(rank=rank, world_size=world_size, local_rank=rank)
+
+
+def choices() -> dict[str, Any]:
+    """Return the decisions of the session, and the bytes that it sent in each step of the last run."""
+    reports = active().runtime.reports if active().runtime else []
+    return {
+        **decisions.of_run(active()),
+        "sent_bytes": [report.sent_bytes for report in reports],
+        "exact_bytes": [report.exact_bytes for report in reports],
+    }
