@@ -42,12 +42,15 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     import torch.distributed as dist
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
+    from xfuser_cocodiff.engine.settings.config import MAX_SECONDS
     from xfuser_cocodiff.xdit.launching import bare_runtime
 
     try:
         topology = _topology(options)
-        if options.timeout is not None and not options.timeout > 0:
-            raise ValueError(f"--timeout {options.timeout:g} is not valid; valid are seconds above 0")
+        if options.timeout is not None and not 0 < options.timeout <= MAX_SECONDS:
+            raise ValueError(
+                f"--timeout {options.timeout:g} is not valid; valid are seconds above 0, up to {MAX_SECONDS:g}"
+            )
         group = bare_runtime.start(options.timeout, getattr(options, "ring", 1))
         record = work(group, topology)
     except ValueError as error:
@@ -94,7 +97,7 @@ def parse_sizes(text: str) -> list[int]:
     Raises:
         ValueError: the list is not valid.
     """
-    matches = [re.fullmatch(r"\s*(\d+)\s*([KM]?B?)\s*", part, re.IGNORECASE) for part in text.split(",")]
+    matches = [re.fullmatch(r"\s*(\d{1,15})\s*([KM]?B?)\s*", part, re.IGNORECASE) for part in text.split(",")]
     numbers = [int(match[1]) * _UNITS.get(match[2].upper(), 0) for match in matches if match]
     if len(numbers) < len(matches) or not all(numbers):
         raise ValueError(f"--sizes {text!r} is not valid; valid are bytes, KB and MB above 0, such as 4KB,1MB")

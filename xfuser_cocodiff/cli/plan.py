@@ -61,15 +61,18 @@ def run(options: argparse.Namespace) -> int:
 def _for_sizes(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.simulation import forecast
 
-    def predict(profile: Any) -> dict[str, Any]:
-        return forecast.forecast(profile, on_ranks.parse_sizes(options.sizes))
-
+    try:
+        sizes = on_ranks.parse_sizes(options.sizes)  # before any rank probes its links
+    except ValueError as error:
+        return fail(str(error))
     if options.profile is None:
-        return on_ranks.run(options, lambda group, topology: predict(_probe(group, topology)), forecast.show)
+        return on_ranks.run(
+            options, lambda group, topology: forecast.forecast(_probe(group, topology), sizes), forecast.show
+        )
     from xfuser_cocodiff.engine.topology.link_profile import Profile
 
     try:
-        record = predict(Profile.read(options.profile))
+        record = forecast.forecast(Profile.read(options.profile), sizes)
     except ValueError as error:
         return fail(str(error))
     if os.environ.get("RANK", "0") == "0":
