@@ -63,20 +63,23 @@ _BY_HEADS = "--a2a hierarchical"
 _PAPER_MODELS = "sd35,flux1,qwen-image,flux2"
 _CLUSTERS = {
     **{
-        f"aurora-{model}": f"--machine aurora --nodes 1 --model {model} --resolution 768,1536,2304"
+        f"aurora-{model}": f"--machine aurora --nodes 1 --model {model} --resolution 1536"
         for model in _PAPER_MODELS.split(",")
     },
-    "aurora-2-nodes": f"--machine aurora --nodes 2 --model {_PAPER_MODELS} --resolution 1536",
-    "aurora-predicted": f"--machine aurora --nodes 2 --model {_PAPER_MODELS} --resolution 768,2304 --predict",
-    "dgx-h100": "--machine dgx-h100 --nodes 1,2 --model flux1 --resolution 1024,2048",
-    "pcie": "--machine pcie --nodes 1 --model flux1 --resolution 1024,2048",
-    "videos": "--machine dgx-h100,pcie --nodes 1 --model wan,hunyuan --resolution 720",
-    "ethernet": "--machine ethernet-25,ethernet-100 --nodes 2 --model qwen-image,flux1 --resolution 1024",
-    "arc-b60": "--machine arc-b60 --nodes 1 --model flux1 --resolution 1024,2048",
+    "aurora-2-nodes": "--machine aurora --nodes 2 --model sd35,flux1 --resolution 1536",
+    "aurora-2-nodes-predicted": "--machine aurora --nodes 2 --model qwen-image,flux2 --resolution 1536 --predict",
+    "aurora-predicted": f"--machine aurora --nodes 1,2 --model {_PAPER_MODELS} --resolution 768,2304 --predict",
     "aurora-4-nodes": "--machine aurora --nodes 4 --model sd35 --resolution 2304 --predict",
+    "dgx-h100": "--machine dgx-h100 --nodes 1,2 --model flux1 --resolution 1024",
+    "pcie": "--machine pcie --nodes 1 --model flux1 --resolution 1024,2048",
+    "ethernet": "--machine ethernet-25,ethernet-100 --nodes 2 --model qwen-image,flux1 --resolution 1024",
+    "arc-b60": "--machine arc-b60 --nodes 1 --model flux1 --resolution 1024",
+    "videos": "--machine pcie --nodes 1 --model hunyuan --resolution 720",
+    "videos-predicted": "--machine dgx-h100 --nodes 1 --model wan,hunyuan --resolution 720 --predict",
 }
 """Options of `bench cluster`, by name: the paper's table on Aurora, some cells of each other machine, and the paper's
-largest speedup. 48 ranks are only predicted, and 24 ranks measured at one size: each such cell takes ten minutes."""
+largest speedup. 16 cells are measured, which take 4 to 12 minutes each, and the others predicted, which is a matter of
+seconds: the simulator and the recorder differ by less than the sizes of a model."""
 _ALONE = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""
 _PAPER_PARTS = f"{_ALONE},v-first,paper@v_first=off@head_groups=1,paper,exact,balanced"
