@@ -78,8 +78,7 @@ _CLUSTERS = {
     "videos-predicted": "--machine dgx-h100 --nodes 1 --model wan,hunyuan --resolution 720 --predict",
 }
 """Options of `bench cluster`, by name: the paper's table on Aurora, some cells of each other machine, and the paper's
-largest speedup. 16 cells are measured, which take 4 to 12 minutes each, and the others predicted, which is a matter of
-seconds: the simulator and the recorder differ by less than the sizes of a model."""
+largest speedup. 16 cells are measured, which take 5 to 14 minutes each; the others are predicted, within seconds."""
 _ALONE = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""
 _PAPER_PARTS = f"{_ALONE},v-first,paper@v_first=off@head_groups=1,paper,exact,balanced"
