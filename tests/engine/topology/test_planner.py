@@ -260,7 +260,10 @@ def test_k_and_v_are_gathered_where_that_sends_no_more_bytes(
 ) -> None:
     kv_bytes = 2.0
     by_heads = (2 * heads_per_kv_head + 2) / 2 * kv_bytes * (num_slow - 1) / num_slow  # Q and O, then K and V
-    assert planner.gathers_kv(num_slow, heads_per_kv_head) == gathers
+    sizes = planner.SentSizes.of(64 * heads_per_kv_head, 64, num_slow, 1)
+    if 64 % num_slow == 0:  # else by heads, more are sent
+        assert planner.gathers_kv(num_slow, sizes) == gathers
+    assert planner.gathers_kv(num_slow, planner.SentSizes(heads_per_kv_head, 1, 1)) == gathers
     assert gathers == (0 < (num_slow - 1) * kv_bytes <= by_heads)
 
 
@@ -280,7 +283,20 @@ def test_coded_layers_with_other_keys_than_queries_send_the_fewest_bytes(
 ) -> None:
     query, key = heads * tokens, kv_heads * kv_tokens
     by_heads, gathered = (2 * query + 2 * key) * (num_slow - 1) / num_slow, 2 * key * (num_slow - 1)
-    assert planner.gathers_kv(num_slow, query, key) == (gathered <= by_heads)
+    assert planner.gathers_kv(num_slow, planner.SentSizes(query, key, key)) == (gathered <= by_heads)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kv_heads", "by_heads", "gathered"),
+    [(2, 24, 64, 64), (4, 24, 96, 144), (8, 24, 112, 336), (2, 8, 128, 32), (4, 8, 192, 48), (8, 8, 224, 112)],
+)
+def test_zero_padded_heads_count(nodes: int, kv_heads: int, by_heads: int, gathered: int) -> None:
+    """24 heads of Q on 32 ranks, in heads that cross the nodes: K is padded to a multiple of all ranks, and Q with it,
+    or to one of the ranks of a node; see docs/plans.md."""
+    sizes = planner.SentSizes.of(24, kv_heads, nodes, 32 // nodes)
+    assert 2 * (sizes.query + sizes.key) * (nodes - 1) / nodes == by_heads
+    assert 2 * sizes.gathered_key * (nodes - 1) == gathered
+    assert planner.gathers_kv(nodes, sizes) == (gathered <= by_heads)
 
 
 def test_lossless_layers_try_to_gather_where_the_bytes_or_padded_heads_are_fewer() -> None:

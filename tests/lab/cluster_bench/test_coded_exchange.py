@@ -23,7 +23,9 @@ def test_two_nodes_gather_unless_a_ring_crosses_them(split: tuple[int, int], exp
 
 def test_more_coordinates_are_crossed_by_heads() -> None:
     assert exchanges("balanced", "node=4,gpu=4", ["node"], (16, 1)) == ("heads",)
-    assert exchanges("balanced", "node=4,gpu=4", ["node"], (16, 1), heads_per_kv_head=4) == ("kv",)
+    assert exchanges("balanced", "node=4,gpu=4", ["node"], (16, 1), heads=(64, 16)) == ("kv",)
+    assert exchanges("balanced", "node=4,gpu=4", ["node"], (16, 1), heads=(24, 24)) == ("heads",)
+    assert exchanges("balanced", "node=4,gpu=4", ["node"], (16, 1), heads=(8, 8)) == ("kv",)  # by heads, 16 with zeros
     assert exchanges("balanced", "node=2,gpu=6,tile=2", ["node", "gpu"], (24, 1)) == ("heads",)
 
 

@@ -148,16 +148,40 @@ def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
     ("heads_per_kv_head", "gathered"), [(1, [2]), (2, [2, 3]), (4, [2, 3, 4]), (8, [2, 3, 4, 8])], ids=str
 )
 def test_kv_are_gathered_where_that_sends_no_more_bytes(heads_per_kv_head: int, gathered: list[int]) -> None:
-    """Of 64 heads, K and V have 64 to 8. At equal bits, a gather along N nodes sends 2 (N - 1) of the bytes of K, and
-    all-to-alls of Q, K, V and O send (2 + 2 r) (N - 1) / N of them."""
+    """K and V have 192 heads, which no number of ranks here pads. At equal bits, a gather along N nodes sends 2 (N - 1)
+    of the bytes of K, and all-to-alls of Q, K, V and O send (2 + 2 r) (N - 1) / N of them."""
     for nodes in (2, 3, 4, 8):
         scenario = make_scenario("flux1", 1536, 8 * nodes, cluster="ethernet")
-        workload = dataclasses.replace(scenario.workload, heads=64, heads_per_kv_head=heads_per_kv_head, text_tokens=0)
+        heads = {"heads": 192 * heads_per_kv_head, "heads_per_kv_head": heads_per_kv_head}
+        workload = dataclasses.replace(scenario.workload, **heads, text_tokens=0)
         scenario = dataclasses.replace(scenario, workload=workload)
         estimate = estimate_step(scenario, UlyssesRingSplit(8 * nodes, 1), "balanced")
         assert (estimate.exchange["node"] == KV) == (nodes in gathered)
         gather, all_to_alls = 2 * (nodes - 1), (2 + 2 * heads_per_kv_head) * (nodes - 1) / nodes
         assert (estimate.exchange["node"] == KV) == (gather <= all_to_alls)
+
+
+@pytest.mark.parametrize(
+    ("topology", "heads_per_kv_head", "exchange", "padded_heads"),
+    [
+        ("node=2,gpu=16", 1, KV, 32),
+        ("node=4,gpu=8", 1, HEADS, 32),
+        ("node=8,gpu=4", 1, HEADS, 32),
+        ("node=2,gpu=16", 3, KV, 48),
+        ("node=4,gpu=8", 3, KV, 24),
+        ("node=8,gpu=4", 3, KV, 24),
+    ],
+)
+def test_more_ranks_than_heads_need_no_ring(
+    topology: str, heads_per_kv_head: int, exchange: str, padded_heads: int
+) -> None:
+    """24 heads of Q on 32 ranks, see docs/plans.md."""
+    scenario = make_scenario("flux1", 1536, 32, cluster="ethernet")
+    workload = dataclasses.replace(scenario.workload, heads_per_kv_head=heads_per_kv_head)
+    scenario = dataclasses.replace(scenario, workload=workload, topology=Topology.parse(topology, 32))
+    layer = LayerCommunication(scenario, UlyssesRingSplit(32, 1), "balanced")
+    assert (KV if layer.gather else HEADS) == exchange
+    assert (layer.gather or layer).padded_heads == padded_heads
 
 
 def test_lossless_layers_gather_kv_where_the_model_predicts_a_gain() -> None:

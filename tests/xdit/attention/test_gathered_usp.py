@@ -222,7 +222,7 @@ def run_both(rank: int, case: Case) -> dict[str, tuple[float, list[list[int]], b
     run, found = Run(rank, case), {}
     by_heads = run.steps(run.session("exact", "hierarchical"))
     assert not run.gathered
-    forced = "hierarchical:node=kv" if case.topology == "node=2" else "hierarchical:gpu,node=kv"
+    forced = "hierarchical:node=kv" if case.topology.startswith("node=") else "hierarchical:gpu,node=kv"
     for mode, plan in (("exact", forced), ("balanced", None)):
         session = run.session(mode, plan)
         run.steps(session)  # in which the layer is detected and verified
@@ -240,6 +240,8 @@ CASES = {
     "divisible": Case(),
     "six heads on four ranks": Case(6, 6),
     "three heads": Case(3, 3),
+    "two heads": Case(2, 2),
+    "two heads on four nodes, by heads padded to four": Case(2, 2, topology="node=4"),
     "grouped heads": Case(12, 4),
     "three grouped heads": Case(6, 3),
     "text in front": Case(joint="front"),
@@ -262,8 +264,8 @@ QUICK = ["six heads on four ranks", "text behind, six heads", "per-query mask", 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_gathered_attention_equals_attention_on_one_rank(name: str) -> None:
     case = CASES[name]
-    world = Topology.parse(case.topology).size
-    fast = world // 2
+    topology = Topology.parse(case.topology)
+    world, fast = topology.size, topology.size // topology.axes[0].size
     padded = -(-case.kv_heads // fast) * fast
     for found in ranks.run(run_both, world, case):
         for mode, (error, gathered, is_same) in found.items():

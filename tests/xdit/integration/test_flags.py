@@ -368,7 +368,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             {"cocodiff_topology": "node=3", "cocodiff_mode": "fast"},
             {},
             "node=3",
-            [": all-to-alls by heads; K and V gathered only in layers with 2 or more Q heads for each K/V head;"],
+            [": all-to-alls by heads; K and V gathered only where that sends no more bytes, as with 2 or more Q"],
         ),
         (
             4,

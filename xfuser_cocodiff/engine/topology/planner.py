@@ -176,20 +176,37 @@ def _seconds(stages: Sequence[CommStage]) -> float:
     return sum(all_to_all_seconds(*stage) for stage in stages)
 
 
-def gathers_kv(num_slow: int, query_values: int, key_values: int = 1) -> bool:
+class SentSizes(NamedTuple):
+    """Sizes of Q and K on a rank, with zero-padded heads, in any unit; V has that of K, and O that of Q."""
+
+    query: float
+    """Q where it is resharded by heads along all axes."""
+    key: float
+    """K where it is resharded by heads along all axes."""
+    gathered_key: float
+    """K where it is gathered along the slow axes, and heads are divided over the fast ones only."""
+
+    @classmethod
+    def of(
+        cls, heads: int, kv_heads: int, num_slow: int, num_fast: int, tokens: int = 1, kv_tokens: int = 1
+    ) -> "SentSizes":
+        """Return the sizes for numbers of heads of Q and of K, which are multiples, on `num_slow * num_fast` ranks."""
+        by_heads, gathered = (kv_heads + -kv_heads % ranks for ranks in (num_slow * num_fast, num_fast))
+        return cls(heads // kv_heads * by_heads * tokens, by_heads * kv_tokens, gathered * kv_tokens)
+
+
+def gathers_kv(num_slow: int, sizes: SentSizes) -> bool:
     """Return whether a coded layer gathers K and V along the slow axes instead of resharding by heads along them.
 
     Of a tensor with b bytes on a rank, an all-to-all over N coordinates sends (N - 1) / N b, an all-gather (N - 1) b.
-    With r values of Q for each value of K, the all-to-alls of Q, K, V and O send (2 r + 2) (N - 1) / N of the bytes
-    of K, the gather of K and V 2 (N - 1) of them: no more where N <= 1 + r. Q and O are exact then. Where Q and K have
-    as many tokens, r is the number of Q heads for each K/V head.
+    So the all-to-alls of Q, K, V and O send 2 (q + k) (N - 1) / N, and the gather of K and V 2 k' (N - 1), where k'
+    has less zero padding: no more where N k' <= q + k. Q and O are exact then.
 
     Args:
         num_slow: coordinates on all slow axes together, N.
-        query_values: values of Q, by heads and tokens.
-        key_values: values of K, likewise; r is the quotient.
+        sizes: sizes q, k and k'.
     """
-    return num_slow > 1 and (num_slow - 1) * key_values <= query_values
+    return num_slow > 1 and num_slow * sizes.gathered_key <= sizes.query + sizes.key
 
 
 def gather_pays(

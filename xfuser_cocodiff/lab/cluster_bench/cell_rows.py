@@ -88,7 +88,9 @@ class RecordedVariant:
             "system": self.variant.rule.text if self.variant.rule else None,
             "split": {"ulysses": self.variant.split.ulysses, "ring": self.variant.split.ring},
         }
-        row["coded_exchanges"] = list(coded_exchanges(cell, row, self.cell.workload.heads_per_kv_head))
+        workload = self.cell.workload
+        heads = workload.heads, workload.heads // workload.heads_per_kv_head
+        row["coded_exchanges"] = list(coded_exchanges(cell, row, heads))
         return {
             **row,
             "exchange": self._means({name: each.collectives for name, each in totals.items()}, chosen),

@@ -5,18 +5,19 @@ from typing import Any
 from xfuser_cocodiff.engine.settings.options import EXACT, MODES, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import GATHER, HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching.single_rank import RING
 
 
-def coded_exchanges(cell: dict[str, Any], row: dict[str, Any], heads_per_kv_head: int = 1) -> tuple[str, ...]:
+def coded_exchanges(cell: dict[str, Any], row: dict[str, Any], heads: tuple[int, int] | None = None) -> tuple[str, ...]:
     """Return the exchanges along slow axes whose messages a mode encodes; none for a lossless mode or a rule.
 
     Args:
         cell: cell of a record, or its `topology` and `slow_axes`.
         row: row of the cell, or its `variant` and `split`.
-        heads_per_kv_head: heads of Q for each head of K and V.
+        heads: numbers of heads of Q and of K; when not given, as many, which are divisible by the ranks.
 
     Returns:
         Of plans.HEADS, plans.KV and single_rank.RING, as `cocodiff quality` names them.
@@ -37,7 +38,8 @@ def coded_exchanges(cell: dict[str, Any], row: dict[str, Any], heads_per_kv_head
         else:
             num_slow = planner.num_ranks_along(group, slow_axes)
             can_gather = mode != PAPER and split.ring == 1 and planner.has_outermost(group, slow_axes)
-            gathers = can_gather and planner.gathers_kv(num_slow, heads_per_kv_head)
+            sizes = SentSizes.of(*(heads or (group.size, group.size)), num_slow, group.size // num_slow)
+            gathers = can_gather and planner.gathers_kv(num_slow, sizes)
         found.append(KV if gathers else HEADS)
     if planner.num_ranks_along(split.ring_topology(full), slow_axes) > 1:
         found.append(RING)

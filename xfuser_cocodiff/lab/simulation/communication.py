@@ -16,6 +16,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, Refe
 from xfuser_cocodiff.engine.settings.options import PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
+from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
@@ -108,16 +109,26 @@ class LayerCommunication:
             profile = self._scenario.link_profile(self.group, self._tensor_bytes("q"))
             return gather if gather.is_tried(profile, by_heads) else None
         is_outermost = self._mode != PAPER and planner.has_outermost(self.group, self._slow_axes)
-        if is_outermost and planner.gathers_kv(self._num_slots, self._scenario.workload.heads_per_kv_head):
+        if is_outermost and planner.gathers_kv(self._num_slots, self._sent_sizes):
             return KvGather(self._scenario, self.group, self._slow_axes)
         return None
+
+    @property
+    def _sent_sizes(self) -> SentSizes:
+        """Sizes of Q and K on a rank, in units of K without zero padding."""
+        grouping, ranks = (
+            self._scenario.workload.heads_per_kv_head,
+            (self._num_slots, self.group.size // self._num_slots),
+        )
+        kv_heads = self._scenario.workload.heads // grouping
+        return SentSizes(*(size / kv_heads for size in SentSizes.of(kv_heads * grouping, kv_heads, *ranks)))
 
     def exchange_reason(self, gathered_axes: Sequence[str]) -> str:
         """Return why the layer gathers K and V along these axes, or along none."""
         if self._schedule is None:
             return exchange.lossless_reason(gathered_axes)
-        grouping, has_ring = self._scenario.workload.heads_per_kv_head, self._split.ring > 1
-        return exchange.lossy_reason(self.group, self._slow_axes, grouping, self._mode, has_ring)
+        has_ring = self._split.ring > 1
+        return exchange.lossy_reason(self.group, self._slow_axes, self._sent_sizes, self._mode, has_ring)
 
     def _tensor_bytes(self, name: str) -> int:
         """Return the bytes per rank of one of q, k, v and o, including zero-padded heads."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -28,13 +29,13 @@ def gathered(exchange: dict[str, str]) -> list[str]:
     return [axis for axis, how in exchange.items() if how == KV]
 
 
-def lossy_reason(group: Topology, slow_axes: Sequence[str], heads_per_kv_head: int, mode: str, has_ring: bool) -> str:
+def lossy_reason(group: Topology, slow_axes: Sequence[str], sizes: SentSizes, mode: str, has_ring: bool) -> str:
     """Return why a lossy mode gathers K and V along the slow axes or does not; empty where none has several ranks.
 
     Args:
         group: topology of the Ulysses group.
         slow_axes: names of its slow axes.
-        heads_per_kv_head: heads of Q for each head of K and V.
+        sizes: sizes of Q and K on a rank, in units of K without zero padding.
         mode: mode of the plugin.
         has_ring: whether there is a ring beside the group.
     """
@@ -48,10 +49,10 @@ def lossy_reason(group: Topology, slow_axes: Sequence[str], heads_per_kv_head: i
         return f"heads {along}: beside a ring, K and V are not gathered"
     if not planner.has_outermost(group, slow_axes):
         return f"heads {along}: K and V are gathered along the outermost axes only"
-    sizes = byte_ratios(num_slow, heads_per_kv_head)
-    if planner.gathers_kv(num_slow, heads_per_kv_head):
-        return f"kv {along}, {num_slow} coordinates: {sizes}, and Q and O stay exact"
-    return f"heads {along}, {num_slow} coordinates: {sizes}"
+    ratios = byte_ratios(num_slow, sizes)
+    if planner.gathers_kv(num_slow, sizes):
+        return f"kv {along}, {num_slow} coordinates: {ratios}, and Q and O stay exact"
+    return f"heads {along}, {num_slow} coordinates: {ratios}"
 
 
 def lossless_reason(gathered_axes: Sequence[str]) -> str:
@@ -62,9 +63,9 @@ def lossless_reason(gathered_axes: Sequence[str]) -> str:
     return f"kv {along}: predicted to be faster in mode {EXACT!r}, which checks at the start that bits are the same"
 
 
-def byte_ratios(num_slow: int, heads_per_kv_head: int) -> str:
+def byte_ratios(num_slow: int, sizes: SentSizes) -> str:
     """Return the bytes of both exchanges in those of K on a rank; see :func:`planner.gathers_kv`."""
-    gather, all_to_alls = 2 * (num_slow - 1), (2 * heads_per_kv_head + 2) * (num_slow - 1) / num_slow
-    return (
-        f"a gather sends {gather} times the bytes of a rank's K, all-to-alls of Q, K, V and O {all_to_alls:.3g} times"
-    )
+    gather = 2 * sizes.gathered_key * (num_slow - 1)
+    all_to_alls = 2 * (sizes.query + sizes.key) * (num_slow - 1) / num_slow
+    of_key = "times the bytes of a rank's K"
+    return f"a gather sends {gather:.3g} {of_key}, all-to-alls of Q, K, V and O {all_to_alls:.3g} times"

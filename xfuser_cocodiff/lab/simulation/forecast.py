@@ -6,11 +6,15 @@ from typing import Any
 from xfuser_cocodiff.engine.settings.options import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.simulation import exchange
 
 _NUM_ALTERNATIVES = 3
+
+_SIZES = SentSizes(1, 1, 1)
+"""Sizes of Q and K with as many heads and tokens."""
 
 
 def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
         "slow_axes": list(profile.slow_axes),
         "exchange": _exchange(profile),
         "exchange_reason": exchange.lossy_reason(
-            profile.topology, profile.slow_axes, 1, MULTI_NODE_MODE, has_ring=False
+            profile.topology, profile.slow_axes, _SIZES, MULTI_NODE_MODE, has_ring=False
         ),
         "rows": rows,
     }
@@ -44,8 +48,8 @@ def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
 def _exchange(profile: Profile) -> dict[str, str]:
     """Return how coded attention with as many heads of K and V as of Q crosses each axis, without a ring."""
     topology, slow = profile.topology, profile.slow_axes
-    gathers = planner.gathers_kv(planner.num_ranks_along(topology, slow), 1) and planner.has_outermost(topology, slow)
-    return exchange.by_axis(topology, slow if gathers else ())
+    gathers = planner.gathers_kv(planner.num_ranks_along(topology, slow), _SIZES)
+    return exchange.by_axis(topology, slow if gathers and planner.has_outermost(topology, slow) else ())
 
 
 def show(record: dict[str, Any]) -> None:

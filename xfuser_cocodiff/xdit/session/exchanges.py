@@ -20,7 +20,8 @@ def announced(config: CocoDiffConfig, slow_axes: str, num_slow: int, may_gather:
     if config.plan or num_slow == 2:  # by the planner's rule, two coordinates gather whatever the heads are
         return f"K and V gathered along {slow_axes}, Q and O lossless"
     return (
-        f"all-to-alls by heads; K and V gathered only in layers with {num_slow - 1} or more Q heads for each K/V head"
+        "all-to-alls by heads; K and V gathered only where that sends no more bytes, as with "
+        f"{num_slow - 1} or more Q heads for each K/V head"
     )
 
 

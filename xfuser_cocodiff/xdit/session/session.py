@@ -30,6 +30,7 @@ from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
 from xfuser_cocodiff.engine.topology import devices, planner
+from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
@@ -144,7 +145,8 @@ class Session:
         layout = self.virtual.gather_layout if self.virtual else self.gather
         if layout is None:
             return False
-        return self.config.plan is not None or planner.gathers_kv(layout.num_slow, heads * tokens, kv_heads * kv_tokens)
+        sizes = SentSizes.of(heads, kv_heads, layout.num_slow, layout.num_fast, tokens, kv_tokens)
+        return self.config.plan is not None or planner.gathers_kv(layout.num_slow, sizes)
 
     def head_degree(self, gathers_kv: bool) -> int:
         """Return the number of ranks over which a layer's heads are divided."""
