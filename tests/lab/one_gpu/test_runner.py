@@ -1,6 +1,7 @@
 """Stages: a line after every fact, whatever fails, and nothing measured twice."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xfuser_cocodiff.lab.one_gpu import fact_process, runner
+from xfuser_cocodiff.lab.one_gpu import fact_process, rank_launch, runner
 from xfuser_cocodiff.lab.one_gpu.fact import Fact, NotAvailableError, Result, Setting
 from xfuser_cocodiff.lab.one_gpu.stages import STAGES
 
@@ -140,3 +141,14 @@ def test_facts_run_in_processes_of_their_own(tmp_path: Path) -> None:
     }
     with tarfile.open(tmp_path / "stage-C.tar.gz") as archive:
         assert {"facts.jsonl", "layers.log"} <= {*archive.getnames()}
+
+
+def test_ranks_end_with_the_fact_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fact that takes too long is killed with its process group; ranks outside of it would keep the GPU."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/usr/bin/env bash\ncut -d ' ' -f 5 /proc/$$/stat >> {tmp_path}/groups\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(rank_launch.sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match="took longer than 2 s"):
+        rank_launch.launch("transport", 2, {}, rank_launch.dry_transport(), 2)
+    assert (tmp_path / "groups").read_text().split() == [str(os.getpgid(0))] * 2

@@ -20,7 +20,7 @@ import torch
 from xfuser_cocodiff.engine.topology.launcher import SHARE_VARIABLE
 from xfuser_cocodiff.lab.one_gpu import nccl_library
 from xfuser_cocodiff.lab.one_gpu.fact import NotAvailableError, Result
-from xfuser_cocodiff.lab.one_gpu.fact_process import kill, last_lines
+from xfuser_cocodiff.lab.one_gpu.fact_process import last_lines
 
 NCCL, GLOO = "nccl", "gloo"
 _TRIAL_CASE, _TRIAL_SECONDS = "transport", 60.0
@@ -134,12 +134,12 @@ def launch(
             local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             environment = {**os.environ, **local, **own, **clients, **transport.environment}
             with Path(scratch, f"rank{rank}.log").open("w") as log:
-                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         try:
             _wait(ranks, scratch, seconds)
         finally:
             for process in ranks:
-                kill(process.pid)
+                process.kill()  # in the session of the caller, whose end ends them too
                 process.wait()
         return json.loads(result.read_text())
 
