@@ -3,8 +3,8 @@
 
 Each one is planted in a temporary copy of the checkout, whose quick tests of the bug's package then run until one
 fails: those of `tests` in the list, or else tests/a/b for xfuser_cocodiff/a/b/c.py. A bug survives if all of them pass,
-and hangs if they have not ended after --guard seconds. Run it in the environment of scripts/test.sh, on tests that
-pass: nothing runs here without a bug.
+and hangs if they have not ended after --guard seconds. If the test that fails does so without the bug too, the result
+is "unsound". Run it in the environment of scripts/test.sh.
 
     python scripts/mutants.py                           # all of them, which takes hours
     python scripts/mutants.py --only 'engine/comm|ring' # those whose file or name matches
@@ -37,7 +37,7 @@ except ImportError:  # Python 3.10, for which pytest brings the same under anoth
     import tomli as tomllib  # type: ignore[no-redef]
 
 ROOT, PACKAGE = Path(__file__).resolve().parents[1], "xfuser_cocodiff"
-KILLED, SURVIVED, HUNG = "killed", "survived", "hung"
+KILLED, SURVIVED, HUNG, UNSOUND = "killed", "survived", "hung", "unsound"
 ENOUGH = 0.9
 """Fraction of the bugs that tests must notice."""
 _LIBRARIES = ("torch", "numpy", "pytest", "hypothesis", "numba", "transformers", "diffusers.pipelines.pipeline_utils")
@@ -194,6 +194,8 @@ def run(mutants: list[Mutant], folder: Path, guard: float) -> Iterator[tuple[Mut
         began = time.monotonic()
         result, by = run_tests(copy, mutant.selection, guard)
         shutil.copy2(original, file)
+        if by and run_tests(copy, (by,), guard)[0] != SURVIVED:
+            result = UNSOUND
         yield mutant, {"result": result, "by": by, "seconds": round(time.monotonic() - began)}
 
 
@@ -201,8 +203,10 @@ def summarize(results: dict[str, dict[str, Any]]) -> tuple[str, bool]:
     """Return the counts in words, and whether they suffice."""
     counts = collections.Counter(result["result"] for result in results.values())
     share = counts[KILLED] / max(1, len(results))
-    text = f"{len(results)} bugs: " + ", ".join(f"{counts[each]} {each}" for each in (KILLED, SURVIVED, HUNG))
-    return f"{text}; {share:.0%} killed, valid are {ENOUGH:.0%} and none hung", share >= ENOUGH and not counts[HUNG]
+    text = f"{len(results)} bugs: " + ", ".join(f"{counts[each]} {each}" for each in (KILLED, SURVIVED, HUNG, UNSOUND))
+    return f"{text}; {share:.0%} killed, valid are {ENOUGH:.0%} and none hung", share >= ENOUGH and not (
+        counts[HUNG] or counts[UNSOUND]
+    )
 
 
 def main() -> int:

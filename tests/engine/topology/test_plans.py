@@ -25,6 +25,8 @@ topologies = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
         "hierarchical:tile+gpu,node",
         "hierarchical:gpu+node,tile*",
         "hierarchical:tile*,gpu*,node",
+        "hierarchical:tile,gpu,node=kv",
+        "hierarchical:tile,gpu+node=kv",
     ],
 )
 def test_parse_inverts_str(text: str) -> None:
@@ -49,6 +51,7 @@ def test_short_forms() -> None:
         ("hierarchical:tile+node,gpu", ["not adjacent"]),
         ("hierarchical:tile,gpu,node/4", ["is not valid"]),
         ("hierarchical:node,gpu,tile=kv", ["outermost axis, node"]),
+        ("hierarchical:gpu,node,tile=kv", ["outermost axis, node"]),
         ("hierarchical:node,tile+gpu=kv", ["outermost axis, node"]),
     ],
 )
