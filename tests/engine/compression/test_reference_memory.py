@@ -137,3 +137,10 @@ def test_guidance_branches_share_the_memory_budget() -> None:
             assert run.runtime.reference_bytes == 8 * INT8  # without messages, no values are kept
         assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
     assert any("references of 4 layers and 2 guidance branches" in line for line in run.logged)
+
+
+def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:
+    sizes = LayerSizes(num_values=1200, num_v_values=300, head_dim=4, value_bytes=2)
+    assert sizes.slow_axis_bytes(1, 1) == 0
+    assert sizes.slow_axis_bytes(4, 1) == 2 * 900  # all-to-alls of Q, K, V and O
+    assert sizes.slow_axis_bytes(1, 3) == 2 * (2 * 300) * 2  # K and V to each of two others

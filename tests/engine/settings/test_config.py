@@ -31,6 +31,11 @@ def test_flags_take_precedence_over_variables() -> None:
     assert from_flags.plan == Plan.hierarchical(from_flags.topology)
 
 
+def test_memory_budget_is_in_gib() -> None:
+    config = resolve({"cocodiff_memory_budget": "2.5"}, {"COCODIFF_ENABLE": "1"}, SequenceRanks(4, FLAT))
+    assert config.memory_budget == 2_684_354_560
+
+
 @pytest.mark.parametrize(
     ("values", "environment", "words"),
     [
