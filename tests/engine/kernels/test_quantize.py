@@ -15,8 +15,8 @@ BITS = sorted(GRIDS)
 def quantized_slowly(row: list[float], bits: float) -> list[float]:
     """Return a row's decoded values: the middle of the nearest level of a uniform grid around zero."""
     levels, width = GRIDS[bits].levels, GRIDS[bits].width
-    if bits == 8:  # the maximum lies at the grid's outer edge
-        code = math.ceil(6 * math.log2(max(map(abs, row)) / (128 * width))) if any(row) else 0
+    if bits >= 4:  # the maximum lies at the grid's outer edge
+        code = math.ceil(6 * math.log2(max(map(abs, row)) / (levels / 2 * width))) if any(row) else 0
     else:
         code = round(6 * math.log2(math.sqrt(sum(value * value for value in row) / len(row)))) if any(row) else 0
     width *= 2 ** (code / 6)
@@ -53,11 +53,12 @@ def test_normal_distribution_has_the_snr_of_theory(bits: float, decibels: float)
     assert found == pytest.approx(decibels, abs=0.5) or (bits == 8 and found > decibels)
 
 
-def test_8_bits_do_not_clip_outliers() -> None:
+@pytest.mark.parametrize(("bits", "half_a_level"), [(4, 0.071), (8, 0.0045)])
+def test_4_and_8_bits_do_not_clip_outliers(bits: int, half_a_level: float) -> None:
     values = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     values[:, 7] = 300.0
-    found = dequantize(*quantize(values, 8)[:2], 8, 64)
-    torch.testing.assert_close(found[:, 7], values[:, 7], rtol=0.005, atol=0)
+    found = dequantize(*quantize(values, bits)[:2], bits, 64)
+    torch.testing.assert_close(found[:, 7], values[:, 7], rtol=half_a_level, atol=0)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -1,8 +1,8 @@
 """Quantizers: packed low-bit residuals, and int8 link references.
 
-:func:`quantize` uses uniform levels whose width follows the root mean square of a row. With 8 bits it follows the row's
-maximum, so that no outlier is clipped. Encoder and decoder compute decoded values by the same operations: the encoder
-knows the receiver's values bit for bit.
+:func:`quantize` uses uniform levels whose width follows the root mean square of a row. With 4 and 8 bits it follows the
+row's maximum, so that no outlier is clipped; fewer levels would be too wide for that. Encoder and decoder compute
+decoded values by the same operations: the encoder knows the receiver's values bit for bit.
 
 :func:`to_int8` quantizes link references. Both ends of a link run it, perhaps on devices whose logarithms, roots and
 sums differ in the last bit, and must get the same result. It therefore uses only operations that IEEE 754 rounds
@@ -30,7 +30,7 @@ class Grid(NamedTuple):
     @property
     def by_maximum(self) -> bool:
         """Whether scales follow the row's maximum, which takes the outermost level, instead of its root mean square."""
-        return self.levels == 256
+        return self.levels >= 16
 
     @property
     def reach(self) -> float:
@@ -72,7 +72,7 @@ def tokens_per_row(bits: float, dim: int, tokens: int, sends_all: bool) -> int:
         tokens: number of tokens in a group.
         sends_all: whether all tokens are sent.
     """
-    return math.gcd(max(1, ROW // dim), tokens) if sends_all and not GRIDS[bits].by_maximum else 1
+    return math.gcd(max(1, ROW // dim), tokens) if sends_all and bits < 8 else 1
 
 
 def row_bytes(bits: float, size: int) -> int:
