@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -118,15 +119,15 @@ class RankWorker:
 
 @contextlib.contextmanager
 def _full_disk(folder: Path) -> Iterator[None]:
-    """Let writes of files in a folder fail as on a full disk."""
-    write = Path.write_text
+    """Let atomic writes of files in a folder fail as on a full disk, once their content is written."""
+    replace = os.replace
 
-    def full(file: Path, *arguments: Any, **options: Any) -> int:
-        if folder in file.parents:
+    def full(partial: str | Path, file: str | Path) -> None:
+        if folder in Path(file).parents:
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
-        return write(file, *arguments, **options)
+        replace(partial, file)
 
-    with mock.patch.object(Path, "write_text", full):
+    with mock.patch.object(os, "replace", full):
         yield
 
 
