@@ -146,7 +146,7 @@ def test_error_of_one_rank_is_raised_on_all(environments: list, words: list[str]
     ("arguments", "words"),
     [
         (["--cocodiff_topology", "2x3"], ["--cocodiff_topology", "2x3", "6 ranks", "degree is 2"]),
-        (["--cocodiff_topology", "rack=2"], ["--cocodiff_topology", "rack", "node, gpu, tile"]),
+        (["--cocodiff_topology", "rack=2"], ["--cocodiff_topology", "rack", "node, socket, switch, gpu, tile"]),
         (["--cocodiff_mode", "lossy"], ["--cocodiff_mode", "lossy", "exact"]),
         (["--cocodiff_a2a", "ring"], ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
         (

@@ -86,10 +86,11 @@ UNCHECKED = (
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
     *("_chunk_text_for_sp", "_init_sync_pipeline"),
     "_get_backend",
+    *("_distributed_c10d", "_detect_dma_connectivity", "_autograd"),
 )
 """Private names that no patch checks: those of accelerate, which may be absent; of tensors and modules, which no class
-declares; of benchmark commands, on which no run depends; and of a group's backend, without which the default timeout of
-collectives holds."""
+declares; of benchmark commands, on which no run depends; of a group's backend, without which the default timeout of
+collectives holds; and of the detection of NVLink, without which it is taken to be there."""
 
 
 def patches() -> list[Patch]:
