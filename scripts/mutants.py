@@ -11,7 +11,6 @@ is "unsound". Run it in the environment of scripts/test.sh.
     python scripts/mutants.py --json mutants.json       # write results to a file, and skip those that it has
 """
 
-# See /tmp/r/mutants46/NOTE.txt (delete this line)
 import argparse
 import atexit
 import collections
