@@ -23,6 +23,11 @@ def detect_topology(degree: int, environment: Mapping[str, str]) -> Topology:
     return launcher.detect(degree, environment, platform.device_name(), device_places(local))
 
 
+def topology_of_launcher(degree: int, environment: Mapping[str, str]) -> Topology:
+    """Return the topology without axes that the PCIe tree of this node shows; nodes may differ in these."""
+    return launcher.detect(degree, environment, platform.device_name())
+
+
 def device_places(local: int) -> tuple[DevicePlace, ...]:
     """Return the places of the devices of this node's ranks in the PCIe tree.
 
