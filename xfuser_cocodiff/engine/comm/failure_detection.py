@@ -49,6 +49,7 @@ _stopping = threading.Event()
 _failed_group: dist.ProcessGroup | list[int] | None = None
 """Group of this rank's latest failure."""
 _known_lost: frozenset[int] = frozenset()
+_known_lost_until = 0.0
 """Ranks that did not respond to this rank's last check. The next check, such as that of a collective that was in flight
 behind the failed one, waits for them only as long as a rank that is back needs to respond."""
 _recovered = threading.Event()
@@ -261,7 +262,7 @@ def _check_ranks(members: list[int], rank: int, stage: str) -> str:
     Raises:
         RuntimeError: the store is closed.
     """
-    global _known_lost
+    global _known_lost, _known_lost_until
     store = _get_default_store().clone()
     store.set(_key(_REPORT, rank), stage)
     number = store.add(_CHECKS, 1)
@@ -276,12 +277,13 @@ def _check_ranks(members: list[int], rank: int, stage: str) -> str:
     with_heartbeat = {other for other in range(dist.get_world_size()) if _read(store, _RESPONSE, other) is not None}
     missing, began = set(members) | with_heartbeat, time.monotonic()
     while missing:
-        seconds = 2 * _HEARTBEAT_SECONDS if missing <= _known_lost else RESPONSE_SECONDS
+        is_known = missing <= _known_lost and began < _known_lost_until
+        seconds = 2 * _HEARTBEAT_SECONDS if is_known else RESPONSE_SECONDS
         if time.monotonic() >= began + seconds:
             break
         time.sleep(_POLL_SECONDS)
         missing = {other for other in missing if stages_of(other) is None}
-    _known_lost = frozenset(missing)
+    _known_lost, _known_lost_until = frozenset(missing), time.monotonic() + RESPONSE_SECONDS
     if missing:
         return f"{_ranks_are(missing)} lost or unresponsive"
     if absent := {other for other in members if not stages_of(other)}:
