@@ -11,6 +11,8 @@ from xfuser_cocodiff.cli.output import fail, write_json
 
 FAILED_STATUS = 1
 MAX_RANKS = 64
+LEAST_TIMEOUT = 30
+"""Seconds in which a lost rank is named: a quarter of the timeout, and ten seconds for the answers of the others."""
 REQUESTS_PER_FAULT = 10
 _ENDLESS = 10**6
 """Requests of a run that `--minutes` ends."""
@@ -77,10 +79,10 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value} is not valid; valid are numbers from {least}")
-    for name in ("minutes", "timeout"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name} {value:g} is not valid; valid are numbers above 0")
+    if options.minutes is not None and not 0 < options.minutes < float("inf"):
+        raise ValueError(f"--minutes {options.minutes:g} is not valid; valid are numbers above 0")
+    if not LEAST_TIMEOUT <= options.timeout < float("inf"):
+        raise ValueError(f"--timeout {options.timeout:g} is not valid; valid are numbers from {LEAST_TIMEOUT}")
 
 
 def _plan(options: argparse.Namespace) -> Any:

@@ -82,7 +82,7 @@ def test_what_counts_as_a_failure(tmp_path: Path, outcomes: list[Outcome], cause
         (["--ranks", "3"], "--ranks 3 is not valid; valid are even numbers from 2 to 64"),
         (["--requests", "-1"], "--requests -1 is not valid; valid are numbers from 0"),
         (["--minutes", "0"], "--minutes 0 is not valid; valid are numbers above 0"),
-        (["--timeout", "nan"], "--timeout nan is not valid; valid are numbers above 0"),
+        (["--timeout", "nan"], "--timeout nan is not valid; valid are numbers from 30"),
         (["--faults", "killed,typo"], "--faults typo is not valid; valid are all, none and callback_error"),
         (["--only", "request:1"], "--only needs the --seed of the run to replay"),
         (["--only", "killed", "--seed", "1"], "--only killed is not valid; valid are request:N and fault:N"),

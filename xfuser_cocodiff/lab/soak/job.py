@@ -50,7 +50,9 @@ class Job:
         for rank in range(settings.ranks):
             own, other = context.Pipe()
             process = context.Process(
-                target=_run_rank, args=(rank, settings, self.folder, other, [own, *self._pipes]), daemon=True
+                target=_run_rank,
+                args=(rank, settings, self.folder, other, [own, *self._pipes], os.getpid()),
+                daemon=True,
             )
             process.start()
             other.close()
@@ -167,11 +169,12 @@ def _shared_memory() -> set[str]:
 # On a rank.
 
 
-def _run_rank(rank: int, settings: Settings, folder: Path, commands: Connection, inherited: list[Connection]) -> None:
-    """Run a rank until it is told to end."""
+def _run_rank(
+    rank: int, settings: Settings, folder: Path, commands: Connection, inherited: list[Connection], parent: int
+) -> None:
+    """Run a rank until it is told to end, or the process that has started it is gone."""
     for pipe in inherited:  # or this rank would keep the pipes of others open
         pipe.close()
-    parent = os.getppid()
     user_namespace.end_with_parent(parent)
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
