@@ -26,13 +26,18 @@ def outcome_of(fact: Fact, setting: Setting) -> Result:
         return {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
 
 
+_DRY_RUN_FACTOR = 4
+"""Limit of a fact in a dry run over its limit on a GPU: ranks share a few cores with all else that runs."""
+
+
 def measure(fact: Fact, seconds: float, folder: Path, stage: str, is_dry_run: bool) -> Result:
     """Measure a fact in a process of its own, whose output goes to a log file, and return its outcome."""
     result = folder / f"{fact.name}.outcome"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "xfuser_cocodiff.lab.one_gpu", str(folder), stage, "--fact", fact.name]
     try:
-        output = run_command([*command, *(["--dry-run"] if is_dry_run else [])], seconds)
+        limit = _DRY_RUN_FACTOR * seconds if is_dry_run else seconds
+        output = run_command([*command, *(["--dry-run"] if is_dry_run else [])], limit)
     except RuntimeError as error:
         output = str(error)
         return {"status": FAILED, "reason": output}
