@@ -267,7 +267,7 @@ def test_ranks_respond_to_checks_after_a_false_alarm(end: int, expected: str) ->
 
 def check_repeatedly(rank: int) -> list[float]:
     """Return how long checks of rank 0 wait for rank 1: two while it is lost, one when it is back, one when it is lost
-    again."""
+    again, and one long after that."""
     if rank:
         return []
     clock, waited, store = [0.0], [], dist.distributed_c10d._get_default_store()
@@ -275,7 +275,12 @@ def check_repeatedly(rank: int) -> list[float]:
         monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds)
     )
     lost, absent = "rank 1 is lost or unresponsive", "rank 1 is alive but did not call it"
-    for answered, cause in (("0 ", lost), ("0 ", lost), ("99 ", absent), ("0 ", lost)):
+    later = 2 * failure_detection.RESPONSE_SECONDS
+    for pause, answered, cause in (
+        *((0, "0 ", lost), (0, "0 ", lost), (0, "99 ", absent), (0, "0 ", lost)),
+        (later, "0 ", lost),
+    ):
+        clock[0] += pause
         store.set(failure_detection._key("response", 1), answered)
         began = clock[0]
         assert failure_detection._check_ranks([0, 1], 0, "v.node") == cause
@@ -285,9 +290,9 @@ def check_repeatedly(rank: int) -> list[float]:
 
 def test_a_check_waits_for_a_lost_rank_once() -> None:
     """Collectives that were in flight behind the failed one fail too, each with a check."""
-    (first, second, back, again), _ = ranks.run(check_repeatedly, 2)
+    (first, second, back, again, much_later), _ = ranks.run(check_repeatedly, 2)
     response = pytest.approx(failure_detection.RESPONSE_SECONDS, abs=0.1)
-    assert (first, again) == (response, response)
+    assert (first, again, much_later) == (response, response, response)
     assert back < second < 2
 
 

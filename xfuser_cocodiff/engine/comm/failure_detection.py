@@ -49,9 +49,10 @@ _stopping = threading.Event()
 _failed_group: dist.ProcessGroup | list[int] | None = None
 """Group of this rank's latest failure."""
 _known_lost: frozenset[int] = frozenset()
-_known_lost_until = 0.0
 """Ranks that did not respond to this rank's last check. The next check, such as that of a collective that was in flight
 behind the failed one, waits for them only as long as a rank that is back needs to respond."""
+_known_lost_until = 0.0
+"""Time until which the next check does so; a later one is of another failure."""
 _recovered = threading.Event()
 """Set after a later success in that group, until the heartbeat thread has withdrawn the report."""
 
