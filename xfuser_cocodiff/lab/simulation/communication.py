@@ -116,12 +116,10 @@ class LayerCommunication:
     @property
     def _sent_sizes(self) -> SentSizes:
         """Sizes of Q and K on a rank, in units of K without zero padding."""
-        grouping, ranks = (
-            self._scenario.workload.heads_per_kv_head,
-            (self._num_slots, self.group.size // self._num_slots),
-        )
-        kv_heads = self._scenario.workload.heads // grouping
-        return SentSizes(*(size / kv_heads for size in SentSizes.of(kv_heads * grouping, kv_heads, *ranks)))
+        workload, num_fast = self._scenario.workload, self.group.size // self._num_slots
+        kv_heads = workload.heads // workload.heads_per_kv_head
+        sizes = SentSizes.of(workload.heads, kv_heads, self._num_slots, num_fast)
+        return SentSizes(*(size / kv_heads for size in sizes))
 
     def exchange_reason(self, gathered_axes: Sequence[str]) -> str:
         """Return why the layer gathers K and V along these axes, or along none."""
