@@ -2,10 +2,11 @@
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from xfuser_cocodiff.cli.output import fail, write_json
 
@@ -81,8 +82,19 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} is not valid; valid are numbers from {least}")
     if options.minutes is not None and not 0 < options.minutes < float("inf"):
         raise ValueError(f"--minutes {options.minutes:g} is not valid; valid are numbers above 0")
+    if options.json:
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--json {options.json} cannot be written: {error.strerror}") from None
     if not LEAST_TIMEOUT <= options.timeout < float("inf"):
         raise ValueError(f"--timeout {options.timeout:g} is not valid; valid are numbers from {LEAST_TIMEOUT}")
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    """Stop as after Ctrl-C: ranks end, temporary files are removed, and the record is written."""
+    signal.signal(number, signal.SIG_IGN)  # the end takes some time
+    raise KeyboardInterrupt
 
 
 def _plan(options: argparse.Namespace) -> Any:
@@ -124,11 +136,14 @@ def _run(options: argparse.Namespace, plan: Any, models: Path) -> int:
     from xfuser_cocodiff.lab.soak import campaign, report, warm_up
     from xfuser_cocodiff.lab.soak.request import MODELS
 
+    signal.signal(signal.SIGTERM, _interrupt)
     print(f"cocodiff soak: seed {plan.seed}", file=sys.stderr, flush=True)
     hub.write_cache(models, MODELS)
     warm_up.prepare()
     record = campaign.run(plan, lambda text: print(text, file=sys.stderr, flush=True))
     record = {**host.header(), **record}
-    report.show(record, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
-    write_json(options, record)
+    try:
+        write_json(options, record)
+    finally:
+        report.show(record, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
     return 0 if report.succeeded(record) else FAILED_STATUS

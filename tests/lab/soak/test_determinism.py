@@ -39,9 +39,9 @@ def run(folder: Path, work: Callable, *arguments: object) -> list:
     return json.loads((folder / "result.json").read_text())
 
 
-def outcomes_of(request: Request, settings: Settings) -> list[dict]:
+def outcomes_of(request: Request, settings: Settings, folder: Path) -> list[dict]:
     """Run a request in a job of its own and return digest and decisions of each rank."""
-    job = Job(settings, timeout=120)
+    job = Job(settings, 120, folder)
     try:
         outcomes: list[Outcome] = job.run(request)
     finally:
@@ -52,13 +52,13 @@ def outcomes_of(request: Request, settings: Settings) -> list[dict]:
 
 def with_a_cache(request: Request, folder: str) -> list[list[dict]]:
     settings = Settings(2, cache=str(Path(folder, "cache")))
-    outcomes_of(replace(request, steps=WARM_UP_STEPS), settings)
-    return [outcomes_of(request, settings) for _ in range(2)]
+    outcomes_of(replace(request, steps=WARM_UP_STEPS), settings, Path(folder))
+    return [outcomes_of(request, settings, Path(folder)) for _ in range(2)]
 
 
 def with_a_profile(request: Request, folder: str) -> list[list[dict]]:
     settings = Settings(2, profile=comparison.write_profile(Path(folder), 2))
-    return [outcomes_of(request, settings) for _ in range(2)]
+    return [outcomes_of(request, settings, Path(folder)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("mode", ["balanced", "fast", "paper", "exact"])

@@ -1,8 +1,12 @@
 """`cocodiff soak`: what is drawn, what counts as a failure, and a short campaign on two ranks."""
 
+import errno
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +15,8 @@ import torch
 
 from tests import ranks
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.soak import campaign, fault, report, request, resources, warm_up
+from xfuser_cocodiff.cli import soak
+from xfuser_cocodiff.lab.soak import campaign, comparison, fault, job, report, request, resources, warm_up
 from xfuser_cocodiff.lab.soak.comparison import Comparison, Plan
 from xfuser_cocodiff.lab.soak.job import HANGS
 from xfuser_cocodiff.lab.soak.rank_worker import Outcome
@@ -69,11 +74,11 @@ def test_slope_of_resources() -> None:
     ],
 )
 def test_what_counts_as_a_failure(tmp_path: Path, outcomes: list[Outcome], cause: str | None) -> None:
-    comparison = Comparison(PLAN, tmp_path, lambda text: None)
-    passed = comparison.check("request:0", request.draw(random.Random(0)), outcomes, ["a", "b"])
+    compared = Comparison(PLAN, tmp_path, lambda text: None)
+    passed = compared.check("request:0", request.draw(random.Random(0)), outcomes, ["a", "b"])
     assert passed == (cause is None)
-    assert [each["cause"].startswith(cause) for each in comparison.record.failures] == [True] * (cause is not None)
-    assert comparison.record.hangs == (outcomes[0].error == HANGS)
+    assert [each["cause"].startswith(cause) for each in compared.record.failures] == [True] * (cause is not None)
+    assert compared.record.hangs == (outcomes[0].error == HANGS)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,7 @@ def test_what_counts_as_a_failure(tmp_path: Path, outcomes: list[Outcome], cause
         (["--ranks", "3"], "--ranks 3 is not valid; valid are even numbers from 2 to 64"),
         (["--requests", "-1"], "--requests -1 is not valid; valid are numbers from 0"),
         (["--minutes", "0"], "--minutes 0 is not valid; valid are numbers above 0"),
+        (["--json", "/dev/null/soak.json"], "--json /dev/null/soak.json cannot be written: File exists"),
         (["--timeout", "nan"], "--timeout nan is not valid; valid are numbers from 30"),
         (["--faults", "killed,typo"], "--faults typo is not valid; valid are all, none and callback_error"),
         (["--only", "request:1"], "--only needs the --seed of the run to replay"),
@@ -112,7 +118,16 @@ def record_of(plan: Plan, folder: Path) -> dict:
     return json.loads((folder / "record.json").read_text())
 
 
-@pytest.mark.slow  # those above are the quick ones
+def test_short_campaign(hub: Path, tmp_path: Path) -> None:
+    """A request that an error in a layer ends affects no other one, and the campaign leaves nothing behind."""
+    record = record_of(replace(PLAN, kinds=("interrupt_in_layer",), faults=1, requests=1, distinct=1), tmp_path)
+    assert report.succeeded(record), json.dumps({**record, "samples": None}, indent=1)
+    assert (record["requests"], record["fresh_processes"]) == (1, 1)
+    assert record["faults"]["interrupt_in_layer"]["as_expected"] == 1
+    assert [len(samples) for samples in record["samples"]] == [3, 3]  # with the struck request and the next
+
+
+@pytest.mark.slow  # a short campaign is the quick one
 @pytest.mark.parametrize("kinds", [("interrupt_in_layer", "killed"), tuple(fault.KINDS)], ids=["two", "all"])
 def test_requests_and_faults(hub: Path, tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """Requests equal fresh ones, also after faults, which survivors name and which leave nothing behind."""
@@ -136,3 +151,49 @@ def test_faults_are_spread_over_the_requests_and_one_item_is_replayed(tmp_path: 
     ]
     assert items(requests=0, faults=2, kinds=("nan",)) == [("fault", 0), ("fault", 1)]
     assert items(faults=2, kinds=("nan",), only=("request", 1)) == [("request", 1)]
+
+
+def test_record_survives_a_machine_that_has_run_out_of_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(comparison, "Job", fails)
+    record = campaign.Campaign(PLAN, tmp_path, print).run()
+    assert [each["item"] for each in record.failures] == ["the campaign"]
+    assert "BlockingIOError: [Errno 11] Resource temporarily unavailable" in record.failures[0]["cause"]
+
+
+def test_shared_memory_of_other_processes_is_not_left_behind() -> None:
+    assert job.names_process("torch_1234_88_0", [77, 1234]) and job.names_process("psm_1234", [1234])
+    assert not any(job.names_process(name, [1234, 5]) for name in ("torch_91234_6_0", "psm_12345", "sem.mp"))
+
+
+def test_termination_is_an_interrupt_and_a_second_one_does_not_disturb_the_end() -> None:
+    before = signal.signal(signal.SIGTERM, soak._interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow  # the signal alone is quick
+def test_terminated_command_writes_its_record_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "xfuser_cocodiff.cli", "soak", "--seed", "5", "--json", str(tmp_path / "r.json")]
+    process = subprocess.Popen(
+        [*command, "--faults", "none", "--", *FIXED],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    while not process.stderr.readline().startswith("request:0"):
+        assert process.poll() is None
+    process.terminate()
+    process.communicate()
+    assert json.loads((tmp_path / "r.json").read_text())["failures"] == []
+    assert [*temporary.glob("cocodiff*")] == []

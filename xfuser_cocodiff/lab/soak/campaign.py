@@ -38,17 +38,24 @@ class Campaign:
         self._is_first_job = True
 
     def run(self) -> Record:
-        """Run the campaign and return its record."""
+        """Run the campaign and return its record, also if it is interrupted or the machine has run out of something."""
+        try:
+            self._run_items()
+        except KeyboardInterrupt:
+            self.report("interrupted; the record has what ran so far")
+        except OSError as error:  # no memory for a rank, or a full disk
+            cause = f"ended by {type(error).__name__}: {error}"
+            self.record.failures.append({"item": "the campaign", "request": "", "cause": cause})
+        return self.record
+
+    def _run_items(self) -> None:
         try:
             for kind, number in self._items():
                 if time.monotonic() > self._deadline:
                     break
                 (self._run_fault if kind == FAULT else self._run_request)(number)
-        except KeyboardInterrupt:
-            self.report("interrupted; the record has what ran so far")
         finally:
             self.end_job()
-        return self.record
 
     def _items(self) -> Iterator[tuple[str, int]]:
         """Yield requests with the faults between them, by kind and number."""
@@ -81,7 +88,7 @@ class Campaign:
     def _in_first_job(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
         """Run a request in the job that goes on, and start another one if it has ended."""
         if self._job is None:
-            self._job = Job(self.comparison.settings, self.plan.timeout)
+            self._job = Job(self.comparison.settings, self.plan.timeout, self.comparison.folder)
         outcomes = self._job.run(request, fault)
         if self._is_first_job:
             for samples, outcome in zip(self.record.samples, outcomes, strict=True):
@@ -130,7 +137,7 @@ def run(plan: Plan, report: Report) -> dict[str, Any]:
     This process must be prepared by :func:`warm_up.prepare` and have a single thread.
     """
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="cocodiff-soak-") as folder:
+    with tempfile.TemporaryDirectory(prefix="cocodiff-soak-", ignore_cleanup_errors=True) as folder:
         record = Campaign(plan, Path(folder), report).run()
     return {
         "seed": plan.seed,

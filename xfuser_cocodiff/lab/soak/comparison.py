@@ -92,7 +92,7 @@ class Comparison:
     @contextmanager
     def job(self, settings: Settings, name: str) -> Iterator[Job]:
         """Return a context with a job, whose ranks may leave nothing behind."""
-        job = Job(settings, self.plan.timeout)
+        job = Job(settings, self.plan.timeout, self.folder)
         try:
             yield job
         finally:

@@ -5,13 +5,14 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,11 +38,12 @@ class Job:
     Args:
         settings: of the job.
         timeout: longest time of a request in seconds; after it, a rank hangs.
+        parent: folder of the job's own one, which is removed when the job ends.
     """
 
-    def __init__(self, settings: Settings, timeout: float) -> None:
+    def __init__(self, settings: Settings, timeout: float, parent: Path) -> None:
         self._timeout = timeout
-        self.folder = Path(tempfile.mkdtemp(prefix="cocodiff-soak-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="job-", dir=parent))
         (self.folder / _TEMPORARY).mkdir()
         context = multiprocessing.get_context("fork")
         self._shared_memory = _shared_memory()
@@ -140,8 +142,13 @@ class Job:
         processes = [f"process {pid} of rank {sessions.index(sid)}" for pid, sid in _sessions() if sid in sessions]
         files = [f"temporary file {file.name}" for file in (self.folder / _TEMPORARY).iterdir()]
         new = _shared_memory() - self._shared_memory
-        shared = [f"shared memory {name}" for name in new if any(str(pid) in name for pid in sessions)]
+        shared = [f"shared memory {name}" for name in new if names_process(name, sessions)]
         return [*processes, *files, *shared]
+
+
+def names_process(name: str, pids: Collection[int]) -> bool:
+    """Return whether a file name contains one of the process IDs, as a whole number."""
+    return not {*map(str, pids)}.isdisjoint(re.findall(r"\d+", name))
 
 
 def _is_stopped(pid: int) -> bool:
@@ -178,6 +185,7 @@ def _run_rank(
     user_namespace.end_with_parent(parent)
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the command handles
     log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for output in (1, 2):
         os.dup2(log, output)
