@@ -108,8 +108,13 @@ def run_tests(copy: Path, selection: tuple[str, ...], guard: float) -> tuple[str
         return HUNG, ""
     if status in _NOTHING_RAN:
         raise RuntimeError(f"no test has run:\n{text[-2000:]}")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    return (SURVIVED, "") if status == _ALL_PASSED else (KILLED, failed[1] if failed else "")
+    return (SURVIVED, "") if status == _ALL_PASSED else (KILLED, first_failed(text))
+
+
+def first_failed(output: str) -> str:
+    """Return the first test that failed by pytest's output; its parameters may have spaces."""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+    return failed[1] if failed else ""
 
 
 def _run_here(copy: Path, selection: tuple[str, ...], output: int) -> NoReturn:

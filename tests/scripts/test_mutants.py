@@ -54,6 +54,12 @@ def test_survivors_and_hangs_fail(mutants: ModuleType, counts: tuple[int, ...], 
     assert enough == suffices
 
 
+@pytest.mark.parametrize("test", ["tests/a.py::test_it", "tests/a.py::test_it[2x2-('node',)-exact - all]"])
+@pytest.mark.parametrize("cause", ["", " - AssertionError: 1 - 2"])
+def test_failed_test_is_found_in_the_output(mutants: ModuleType, test: str, cause: str) -> None:
+    assert mutants.first_failed(f"FFF\nFAILED {test}{cause}\nERROR tests/b.py\n") == test
+
+
 def test_bug_is_noticed_in_a_copy_and_hangs_are_ended(tmp_path: Path) -> None:
     tests = "import time, xfuser_cocodiff\ndef test_hang(): time.sleep(600)\ndef test_bug(): assert 0\n"
     (tmp_path / "test_it.py").write_text(tests)

@@ -79,7 +79,7 @@ def compare_lossless(rank: int, sizes: str, slow: tuple[str, ...]) -> dict[str, 
     return dict(mesh.traffic.sent_bytes)
 
 
-CASES = [("2x2", ("node",)), ("node=2", ("node",)), ("2x2x2", ("node",)), ("2x2x2", ("node", "gpu"))]
+CASES = [("2x2", ("node",)), ("node=3", ("node",)), ("2x2x2", ("node",)), ("2x2x2", ("node", "gpu"))]
 
 
 @pytest.mark.parametrize(("sizes", "slow"), slow_but(CASES[:2], CASES))

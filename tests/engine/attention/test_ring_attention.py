@@ -1,6 +1,8 @@
 """Ring attention along a topology on real ranks, against PyTorch's ring and attention on whole tensors."""
 
+import gc
 import math
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -11,7 +13,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine.attention.ring_attention import Ring, ring_attention
+from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -183,3 +185,25 @@ def axes_of_policy(rank: int) -> str:
 
 def test_ring_follows_the_policy() -> None:
     assert ranks.run(axes_of_policy, 4) == ["flat"] * 4
+
+
+def fail_in_flight(rank: int) -> list[str]:
+    """Raise an error while blocks are in flight, compare the next result, and return warnings about handles."""
+    ring = ring_over(Topology.parse("2x2"))
+    tensors = [part(name, rank) for name in "qkv"]
+    expected = ring_attention(*tensors, attend, ring)
+
+    def fail(*_: object) -> PartialOutput:
+        raise ArithmeticError("in attention")
+
+    with warnings.catch_warnings(record=True) as dropped:
+        warnings.simplefilter("always", ResourceWarning)
+        with pytest.raises(ArithmeticError):
+            ring_attention(*tensors, fail, ring)
+        gc.collect()
+    assert torch.equal(ring_attention(*tensors, attend, ring), expected)
+    return [str(each.message) for each in dropped]
+
+
+def test_no_block_is_dropped_after_an_error() -> None:
+    assert ranks.run(fail_in_flight, 4) == [[]] * 4

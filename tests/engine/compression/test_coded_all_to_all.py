@@ -209,14 +209,15 @@ def test_concurrent_direct_sends_do_not_mix(slow: str) -> None:
     ranks.run(run_all_to_alls, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
 
 
-def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tuple[list[int], int]:
+def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: bool) -> tuple[list[int], int]:
     """Send V, with a value that is not finite at some steps, before Q and K, which use its selection of tokens."""
     mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
     pairs, link_states, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
     for step in range(STEPS):
         stats, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
         if step in bad:
-            wholes["v"][0, 15, 3, 1] = torch.nan  # from rank 0 for rank 3; rank 1 sends it if staged
+            # From rank 0 for rank 3, or from rank 3 for rank 0; if staged, rank 1 or 2 sends it to the other node.
+            wholes["v"][0, 15 if sender == 0 else 0, 10 * sender + 3, 1] = torch.nan
         layer_codecs = LayerCodecs(
             partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step, single_stage=single_stage
         )
@@ -224,7 +225,7 @@ def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tupl
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
         for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
-            is_repeated = name == "v" and step in bad and (single_stage or rank % 2 == 1)
+            is_repeated = name == "v" and step in bad and (single_stage or rank % 2 == (sender == 0))
             expected_values = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
             torch.testing.assert_close(
                 found, expected_values, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}"
@@ -235,9 +236,9 @@ def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tupl
 
 
 @pytest.mark.parametrize("single_stage", [True, False], ids=["single stage", "staged"])
-@pytest.mark.parametrize("bad", [{2}, set(range(STEPS))], ids=["once", "always"])
+@pytest.mark.parametrize(("bad", "sender"), [({2}, 3), (set(range(STEPS)), 0)], ids=["once", "always"])
 @pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
-def test_repeating_v_alone_keeps_its_selection(bad: set[int], codec: Codec, single_stage: bool) -> None:
+def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec: Codec, single_stage: bool) -> None:
     """Compare values bit for bit, and the bytes of both messages; values that stay infinite are repeated every step."""
     links, flag = 2 if single_stage else 1, codecs.aligned(1)
     shapes = [(links, BATCH * 2 // links, HEADS // 4, TOKENS // 4, DIM)] * 3
@@ -245,9 +246,10 @@ def test_repeating_v_alone_keeps_its_selection(bad: set[int], codec: Codec, sing
         modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
     ]
     again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
-    steps, found = bad - {0}, ranks.run(repeat_v, 4, bad, codec, single_stage)  # the first step is lossless anyway
+    steps = bad - {0}  # the first step is lossless anyway
+    found = ranks.run(repeat_v, 4, bad, sender, codec, single_stage)
     for rank, result in enumerate(found):
-        repeated = steps if single_stage or rank % 2 == 1 else set()  # all of a rank's receivers
+        repeated = steps if single_stage or rank % 2 == (sender == 0) else set()  # all of a rank's receivers
         expected_values = [links * (size + flag + again * (step in repeated)) for step, size in enumerate(once)]
         assert result == (expected_values, len(repeated))
 

@@ -16,7 +16,9 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.codecs import Codec, Lead
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, joint_for
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -411,3 +413,36 @@ def test_branches_in_one_batch_decode_what_the_definition_says(
 ) -> None:
     size = Topology.parse(sizes).size
     assert_equal_ends(ranks.run(run_batched, size, sizes, single_stage, schedule, batch, branches))
+
+
+@pytest.mark.parametrize(("step", "weight"), [(3, 0.75), (4, 0.0)])
+def test_values_of_an_earlier_step_are_not_subtracted(step: int, weight: float) -> None:
+    """A step cache may skip the layer in the leading branch of step 4."""
+    values = whole("q", 0, 3)[None]
+    sent = SentValues(3, tuple(values.shape), values.dtype, (values,))
+    leader = LinkState(LinkReference(), LinkReference(), sent_values=sent)
+    layer_codecs = LayerCodecs(None, {}, {}, CodecStats(), step, joint=0.75, leader={("q", ALL_HEADS): leader})
+    joint = joint_for(layer_codecs, "q", ALL_HEADS, tuple(values.shape), values.dtype, Codec(2, predictor=0.5))
+    assert (joint.weight, joint.next_weight) == (weight, weight)
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0])
+def test_error_of_a_following_branch_has_that_of_the_leading_one(weight: float) -> None:
+    """What is reported for --cocodiff_max_error is the error of what is decoded."""
+    leading, following = (
+        torch.randn(1, 2, 8, 64, DIM, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
+    )
+    references = [LinkReference() for _ in range(3)]
+    sent = SentValues(0, tuple(leading.shape), leading.dtype, (leading,))
+    coarse, fine = Codec(1.6, is_keyframe=True), Codec(4, is_keyframe=True)
+
+    def payload(codec: Codec) -> torch.Tensor:
+        return torch.empty(1, codec.payload_bytes(leading.shape, leading.dtype), dtype=torch.uint8)
+
+    sent.error_energy = codecs.encode(leading, references[0], coarse, None, payload(coarse)).error_energy
+    lead, packed = Lead(references[0], weight, weight, sent), payload(fine)
+    reported = codecs.encode(following, references[1], fine, None, packed, None, lead)
+    decoded = torch.empty_like(following)
+    codecs.decode(packed, references[2], fine, None, decoded, None, lead._replace(sent=None))
+    energy = (decoded - following).square().sum().item()
+    assert reported.error_energy.item() == pytest.approx(energy, rel=0.05)

@@ -60,6 +60,7 @@ def test_memory_budget_is_in_gib() -> None:
         ),
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
         ({"cocodiff_timeout": "1e18"}, {}, ["--cocodiff_timeout", "1e18", "seconds above 0, up to 1e+08"]),
+        ({"cocodiff_timeout": "0"}, {}, ["--cocodiff_timeout", "'0'", "seconds above 0"]),
         ({"cocodiff_timeout": "nan"}, {}, ["--cocodiff_timeout", "'nan'", "seconds above 0"]),
         ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
         (

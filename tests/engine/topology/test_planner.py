@@ -318,3 +318,11 @@ def test_time_of_encoded_values_is_that_of_their_bytes_on_the_slow_axis() -> Non
         assert planner.slow_axes_seconds(profile, sent_bytes, slow_axes, is_gather) == pytest.approx(6.0, rel=1e-6)
     slow = profile_of([4, 2], [1e6, 1e12], latency=0.5, launch=0.0)
     assert planner.slow_axes_seconds(slow, sent_bytes, slow_axes, False) == pytest.approx(6.0 + 3 * 0.5, rel=1e-6)
+
+
+def test_blocks_of_a_coded_ring_cross_the_fast_axes_once() -> None:
+    """After those of other nodes have been decoded, a rank sends them and its own block to the others of its node."""
+    machine = profile_of([3, 4], [1e8, 1e9], 0, 0)
+    stages = planner.ring_stages(machine, MESSAGE, MESSAGE / 8, ["node"])
+    found = [(stage.profile.topology.size, stage.message_bytes) for stage in stages]
+    assert found == [(3, MESSAGE / 8), (4, MESSAGE), (4, 2 * MESSAGE)]

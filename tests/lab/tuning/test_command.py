@@ -8,6 +8,7 @@ import pytest
 
 from tests import ranks
 from xfuser_cocodiff import cli
+from xfuser_cocodiff.cli import tune
 from xfuser_cocodiff.engine.compression import bit_allocation
 from xfuser_cocodiff.lab.tuning import report
 from xfuser_cocodiff.lab.tuning.tune import HELD_OUT_RUNS
@@ -28,6 +29,11 @@ def test_invalid_options_are_reported(
 ) -> None:
     assert cli.main(["tune", "--out", str(tmp_path / "tuned.json"), *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_held_out_prompts_are_not_tuned_on() -> None:
+    assert tune._split_prompts(["a cat", "a dog", "a house"]) == (["a cat", "a house"], ["a dog"])
+    assert tune._split_prompts(["a cat"]) == (["a cat"],) * 2
 
 
 @pytest.mark.parametrize(("decibels", "is_poor"), [(24.7, True), (29.9, True), (30.0, False), (48.0, False)])
