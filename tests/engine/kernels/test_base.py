@@ -63,7 +63,8 @@ def in_float64(values: torch.Tensor, base: Base, prediction: Prediction, bits: f
     if grid.by_maximum:
         code = torch.ceil(PER_OCTAVE * torch.log2(residual.abs().amax(-1, keepdim=True) / grid.reach))
     else:
-        code = torch.round(PER_OCTAVE * torch.log2(residual.square().mean(-1, keepdim=True).sqrt()))
+        scale = residual.square().mean(-1, keepdim=True).sqrt().maximum(0.4 * residual.abs().amax(-1, keepdim=True))
+        code = torch.round(PER_OCTAVE * torch.log2(scale))
     assert (code.abs() < ORIGIN / 2).all()  # far from both ends of the codes
     width = grid.width * 2 ** (code / PER_OCTAVE)
     centers = (torch.arange(grid.levels, device=DEVICE) - (grid.levels - 1) / 2) * width[..., None]

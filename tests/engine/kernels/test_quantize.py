@@ -18,7 +18,8 @@ def quantized_slowly(row: list[float], bits: float) -> list[float]:
     if bits >= 4:  # the maximum lies at the grid's outer edge
         code = math.ceil(6 * math.log2(max(map(abs, row)) / (levels / 2 * width))) if any(row) else 0
     else:
-        code = round(6 * math.log2(math.sqrt(sum(value * value for value in row) / len(row)))) if any(row) else 0
+        scale = max(math.sqrt(sum(value * value for value in row) / len(row)), 0.4 * max(map(abs, row)))
+        code = round(6 * math.log2(scale)) if any(row) else 0
     width *= 2 ** (code / 6)
     middles = [(level - (levels - 1) / 2) * width for level in range(levels)] if any(row) else [0.0]
     return [min(middles, key=lambda middle: (abs(value - middle), -middle)) for value in row]
@@ -44,13 +45,15 @@ def test_quantize_takes_the_nearest_level(bits: float, dtype: torch.dtype) -> No
 def test_normal_distribution_has_the_snr_of_theory(bits: float, decibels: float) -> None:
     """Compare with uniform levels of J. Max, 1960, table II.
 
-    Scale steps of a sixth of an octave, and levels that are wider than optimal for this distribution, cost a little.
-    With 8 bits the maximum of a row is below that of all values, which helps.
+    Scale steps of a sixth of an octave, and levels that are wider than optimal for this distribution, cost a little, as
+    do scales that follow outliers, here of 128 values. With 8 bits the maximum of a row is below that of all values,
+    which helps.
     """
     values = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
     error = values - dequantize(*quantize(values, bits)[:2], bits, 128)
     found = 10 * math.log10(values.square().mean() / error.square().mean())
-    assert found == pytest.approx(decibels, abs=0.5) or (bits == 8 and found > decibels)
+    price_of_outliers = 0.5 if bits in (1.6, 2, 2.7) else 0.0
+    assert decibels - 0.5 - price_of_outliers < found < decibels + 0.5 or (bits == 8 and found > decibels)
 
 
 @pytest.mark.parametrize(("bits", "half_a_level"), [(4, 0.071), (8, 0.0045)])
@@ -59,6 +62,15 @@ def test_4_and_8_bits_do_not_clip_outliers(bits: int, half_a_level: float) -> No
     values[:, 7] = 300.0
     found = dequantize(*quantize(values, bits)[:2], bits, 64)
     torch.testing.assert_close(found[:, 7], values[:, 7], rtol=half_a_level, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [(1.6, 0.45, 0.65), (2, 0.6, 0.75), (2.7, 0.7, 0.9)])
+def test_fewer_bits_clip_outliers_to_a_share(bits: float, least: float, most: float) -> None:
+    """By the root mean square, this outlier would decode to a fifth of itself."""
+    values = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    values[:, 7] = 300.0
+    found = dequantize(*quantize(values, bits)[:2], bits, 64)[:, 7] / 300
+    assert (found > least).all() and (found < most).all()
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -24,6 +24,7 @@ from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, GAIN_STEPS
 # Numba's cache depends on this file only: if a constant of another file changes, this file has to change too.
 _PER_OCTAVE, _ORIGIN = np.float32(quantize.PER_OCTAVE), np.float32(quantize.ORIGIN)
 _NOT_FINITE, _MAX_CODE = quantize.NOT_FINITE, np.float32(quantize.NOT_FINITE - 1)
+_PEAK_SHARE = np.float32(quantize.PEAK_SHARE)
 _ZERO, _HALF, _INF = np.float32(0), np.float32(0.5), np.float32(np.inf)
 _GAIN_STEPS = np.float32(GAIN_STEPS)
 
@@ -266,7 +267,8 @@ def _scale_code(residual, energy, size, by_maximum, reference_norm):
     else:
         if not energy < _INF:
             return _NOT_FINITE
-        code = np.rint(np.log2(np.sqrt(energy) * reference_norm) * _PER_OCTAVE) + _ORIGIN
+        scale, least = np.sqrt(energy) * reference_norm, _PEAK_SHARE * _max_abs(residual, size)
+        code = np.rint(np.log2(scale if scale > least else least) * _PER_OCTAVE) + _ORIGIN
     return int(min(max(code, _ZERO), _MAX_CODE))
 
 

@@ -30,6 +30,7 @@ from xfuser_cocodiff.engine.kernels.rows import (
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantize.PER_OCTAVE)), tl.constexpr(float(quantize.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantize.NOT_FINITE))
+_PEAK_SHARE = tl.constexpr(quantize.PEAK_SHARE)
 _GAIN_STEPS = tl.constexpr(float(GAIN_STEPS))
 _MIN_WIDTH = tl.constexpr(torch.finfo(torch.float32).tiny)
 """Replacement for a width of 0 in comparisons."""
@@ -266,10 +267,12 @@ def _encode_kernel(
         residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
         residual = tl.where(inside, residual, 0.0)
         energy = tl.sum(residual * residual, 1)
+        largest = tl.max(tl.abs(residual), 1)
         if by_maximum:
-            code = tl.ceil(tl.log2(tl.max(tl.abs(residual), 1) * reference_norm) * _PER_OCTAVE) + _ORIGIN
+            code = tl.ceil(tl.log2(largest * reference_norm) * _PER_OCTAVE) + _ORIGIN
         else:
-            code = tl.floor(tl.log2(tl.sqrt(energy) * reference_norm) * _PER_OCTAVE + _ORIGIN + 0.5)
+            scale = tl.maximum(tl.sqrt(energy) * reference_norm, largest * _PEAK_SHARE)
+            code = tl.floor(tl.log2(scale) * _PER_OCTAVE + _ORIGIN + 0.5)
         code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
         code = tl.where(energy < float("inf"), code, _NOT_FINITE).to(tl.int32)
         width = tl.load(scale_table + code)[:, None] * level_width
