@@ -26,9 +26,11 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
     [
         (None, 50, (SCHEDULED, 4.0, 8.0, LOSSLESS)),
         (None, None, (SCHEDULED, 4.0, 8.0, LOSSLESS)),
-        (None, 8, (SCHEDULED, 8.0, LOSSLESS)),
+        (None, 8, (SCHEDULED, 4.0, 8.0, LOSSLESS)),
         ("bits=4->2", 50, (SCHEDULED, 8.0, LOSSLESS)),
-        ("bits_o=8", 50, (SCHEDULED, LOSSLESS)),
+        ("bits_o=8", 50, (SCHEDULED, 8.0, LOSSLESS)),
+        ("bits=8,bits_v=2.7", 50, (SCHEDULED, 8.0, LOSSLESS)),
+        ("bits=8,bits_o=2.7", 50, (SCHEDULED, LOSSLESS)),
     ],
 )
 def test_precisions_are_the_schedules_own_and_those_above_it(

@@ -124,8 +124,8 @@ def test_traffic_equals_a_calculation_by_hand() -> None:
     assert exact.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(hierarchical))
     encoded = estimate_step(scenario, UlyssesRingSplit(8, 2, "inner"), "balanced")
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 3 / 4)  # fast axes first, without compression
-    # Bits per value: 8 in the first step; later 1.6 for Q, 2 for K and V, 2.7 for O. One byte of scale per 128 values.
-    first, later = 4 * 128, 26 + 2 * 32 + 43
+    # Bits per value: 8 in the first step; later 2 for K, 1.6 for Q and V, 2.7 for O. One byte of scale per 128 values.
+    first, later = 4 * 128, 32 + 2 * 26 + 43
     ratio = (first + 49 * later + 50 * 4) / (4 * 256) / 50
     assert encoded.sent_bytes["node"] == pytest.approx(ratio * 4 * tensor / 2, rel=1e-3)  # plus flags and alignment
 
@@ -137,7 +137,8 @@ def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
     tensor = 57 * 288 * 24 * 128 * 2
     assert encoded.exchange == {"node": KV, "gpu": HEADS}
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 7 / 8)  # Q, K, V and O, lossless
-    ratio = (128 + 49 * 32 + 50) / 256 / 50  # 8 bits in the first step, then 2, and the scale
+    # 8 bits in the first step, then 2 for K and 1.6 for V, and a byte of scale for each
+    ratio = (2 * 128 + 49 * (32 + 26) + 50 * 2) / (2 * 256) / 50
     assert encoded.sent_bytes["node"] == pytest.approx(ratio * 2 * tensor, rel=1e-3)  # K and V, to one other node
     predictor = 2 if modes.preset("balanced", 50).predictor else 1
     assert encoded.reference_bytes == predictor * 2 * 2 * tensor  # K and V of both nodes

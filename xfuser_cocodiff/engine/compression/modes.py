@@ -305,37 +305,49 @@ _BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "joint", "exact")
 PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
 """V-Major as in the paper: tokens of V that have changed most since the step before are sent, fewer at each step."""
 BALANCED = CodecSchedule(
-    warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=ADAPTIVE, joint=1.0
+    warmup=1,
+    first=8,
+    bits=(2, 2),
+    bits_q=(1.6, 1.6),
+    bits_v=(1.6, 1.6),
+    bits_o=(2.7, 2.7),
+    predictor=ADAPTIVE,
+    joint=1.0,
 )
-"""Mode `balanced`, and `fast` for few steps with guidance. Errors in Q affect the image least, errors in O most. Bits
-are constant: FLUX.1 is most sensitive at the first steps, FLUX.2 and Wan at the last ones."""
-BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(4, 4), bits_q=(2.7, 2.7), bits_o=(4, 4), predictor=0.5, joint=1.0)
+"""Mode `balanced`. Errors in K affect the image more than those in V; by heads, those in O most. Bits are constant:
+FLUX.1 is most sensitive at the first steps, FLUX.2 and Wan at the last ones."""
+BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(2.7, 2.7), bits_o=(4, 4), predictor=0.5, joint=1.0)
 """Mode `balanced` for few steps, between which an estimated gain does not hold."""
-BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits_v=(2.7, 4), predictor=ADAPTIVE)
-"""Mode `balanced` for few steps with guidance. Estimated gains do hold for differences between branches, and errors in
-K affect the image more than those in V."""
-BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(8, 8), bits_v=(4, 8), bits_o=(8, 8))
+BALANCED_VERY_FEW = replace(BALANCED_FEW, bits_k=(4, 4))
+"""Mode `balanced` for very few steps."""
+BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_v=(2.7, 2.7), predictor=ADAPTIVE)
+"""Mode `balanced` for few steps with guidance. Estimated gains do hold for differences between branches."""
+BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_o=(8, 8))
 """Mode `balanced` for very few steps with guidance."""
-FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1.6, 1.6), predictor=0.5, joint=1.0)
+FAST = CodecSchedule(warmup=1, first=4, cached=(0.6, 0.6), bits=(2, 2), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast`."""
-FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
+FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
+FAST_FEW_GUIDED = replace(FAST_FEW, bits_q=None, bits_o=(4, 4), predictor=ADAPTIVE)
+"""Mode `fast` for few steps with guidance."""
+FAST_VERY_FEW_GUIDED = replace(FAST_FEW, bits=(4, 4), bits_q=None, bits_v=(2.7, 2.7), bits_o=(4, 4))
+"""Mode `fast` for very few steps with guidance."""
 DEFAULT_STEPS = 50
 """Number of steps that is assumed for runs of unknown length."""
 FEW_STEPS = 12
 """Maximum number of steps of a run whose values change too much between steps for few bits."""
 VERY_FEW_STEPS = 5
-"""Maximum number of steps of a run with guidance whose branches differ too much between steps for few bits."""
+"""Maximum number of steps of a run for which these bits are too few as well."""
 _ALWAYS = math.inf
 _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
-    ("balanced", False): ((FEW_STEPS, BALANCED_FEW), (_ALWAYS, BALANCED)),
+    ("balanced", False): ((VERY_FEW_STEPS, BALANCED_VERY_FEW), (FEW_STEPS, BALANCED_FEW), (_ALWAYS, BALANCED)),
     ("balanced", True): (
         (VERY_FEW_STEPS, BALANCED_VERY_FEW_GUIDED),
         (FEW_STEPS, BALANCED_FEW_GUIDED),
         (_ALWAYS, BALANCED),
     ),
     ("fast", False): ((FEW_STEPS, FAST_FEW), (_ALWAYS, FAST)),
-    ("fast", True): ((VERY_FEW_STEPS, BALANCED_FEW), (FEW_STEPS, BALANCED), (_ALWAYS, FAST)),
+    ("fast", True): ((VERY_FEW_STEPS, FAST_VERY_FEW_GUIDED), (FEW_STEPS, FAST_FEW_GUIDED), (_ALWAYS, FAST)),
 }
 """Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps."""
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -72,10 +73,15 @@ def kind_name(layer: str) -> str:
 
 
 def precisions_of(schedule: CodecSchedule, total: int | None) -> tuple[float, ...]:
-    """Return the precisions of a run, lowest first: the schedule's own, and all with more bits than its most."""
+    """Return the precisions of a run, lowest first: the schedule's own, and all that raise K or V and lower nothing.
+
+    Both exchanges code K and V.
+    """
     coded = [step for step in range(total or DEFAULT_STEPS) if not schedule.is_keyframe_step(step)]
-    most = max((codec.bits or 0.0 for step in coded for codec in schedule.codecs(step, total).values()), default=0.0)
-    return (SCHEDULED, *(bits for bits in _HIGHER if bits > most))
+    codecs = [schedule.codecs(step, total) for step in coded]
+    most = {name: max((each[name].bits or 0.0 for each in codecs), default=0.0) for name in LETTERS}
+    least = min(most[name] for name in "kv")
+    return (SCHEDULED, *(bits for bits in _HIGHER if bits > least and bits >= max(most.values())))
 
 
 def at_precision(codec: Codec, precision: float) -> Codec:
