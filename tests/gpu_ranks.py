@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import ranks
-from xfuser_cocodiff.lab.one_gpu import nccl_library, rank_launch
+from xfuser_cocodiff.lab.one_gpu import mps, nccl_library, rank_launch
 
 _BUILD_SECONDS = 900.0
 
@@ -37,5 +37,5 @@ def shared_gpu(folder: Path) -> Iterator[GpuRanks]:
     nccl_library.start_build(folder)
     nccl_library.wait_for_build(folder, _BUILD_SECONDS)
     transport = rank_launch.select(folder)
-    with rank_launch.mps(transport.uses_mps) as clients:
+    with mps.service(transport.uses_mps) as clients:
         yield GpuRanks(transport.backend, {**transport.environment, **clients})

@@ -1,5 +1,7 @@
 """NCCL's library for several ranks on one GPU, and the environment of these ranks."""
 
+import dataclasses
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -14,6 +16,7 @@ from xfuser_cocodiff.lab.one_gpu.nccl_library import NcclLibrary
 
 MAKE = """#!/usr/bin/env bash
 echo "$@"
+until [ -e "$GO" ]; do sleep 0.05; done
 [ -z "$FAILS" ] || exit 1
 mkdir -p "$2/build/lib"
 touch "$2/build/lib/libnccl.so.2"
@@ -89,8 +92,13 @@ def test_a_source_archive_is_built_for_this_gpu(
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv(nccl_library.SOURCE_VARIABLE, str(archive))
     monkeypatch.setenv("FAILS", "1" if fails else "")
+    monkeypatch.setenv("GO", str(tmp_path / "go"))
     monkeypatch.setattr(nccl_library, "version_of", lambda path: (2, 30, 7))
     nccl_library.start_build(tmp_path)
+    first = (tmp_path / "nccl-build/process.json").read_text()
+    nccl_library.start_build(tmp_path)  # of the next stage, while the build of the first one runs
+    assert (tmp_path / "nccl-build/process.json").read_text() == first
+    (tmp_path / "go").touch()
     if fails:
         with pytest.raises(RuntimeError, match=r"the build failed: .*-C"):
             nccl_library.wait_for_build(tmp_path, 30)
@@ -112,6 +120,22 @@ def test_a_source_archive_is_built_for_this_gpu(
         "LOCAL_WORLD_SIZE": "1",
     }
     assert not launcher.shares_device(environment, [], 1), "the plugin must use NCCL"
+
+
+def test_another_process_with_the_number_of_a_build_is_not_waited_for_or_killed(tmp_path: Path) -> None:
+    target = tmp_path / "nccl-build"
+    (target / "nccl/build/lib").mkdir(parents=True)
+    (target / "nccl/build/lib/libnccl.so.2").touch()
+    (target / "process.json").write_text(json.dumps([os.getpid(), 1]))  # of this process, which started later
+    nccl_library.wait_for_build(tmp_path, 0)
+
+
+def test_nccl_is_tried_again_after_a_fallback(tmp_path: Path) -> None:
+    file = tmp_path / "transport.json"
+    for transport in (rank_launch.dry_transport(), rank_launch.nccl_transport(NcclLibrary((2, 30, 7), None), False)):
+        file.write_text(json.dumps(dataclasses.asdict(transport)))
+        rank_launch.forget_fallback(tmp_path)
+        assert file.exists() == (transport.backend == "nccl")
 
 
 def test_nccl_that_refuses_is_replaced_by_gloo(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

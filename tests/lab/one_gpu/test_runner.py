@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from xfuser_cocodiff.lab.one_gpu import fact_process, rank_launch, runner
+from xfuser_cocodiff.lab.one_gpu import fact_process, mps, rank_launch, runner
 from xfuser_cocodiff.lab.one_gpu.fact import Fact, NotAvailableError, Result, Setting
 from xfuser_cocodiff.lab.one_gpu.stages import STAGES
 
@@ -152,3 +153,52 @@ def test_ranks_end_with_the_fact_that_started_them(tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="took longer than 2 s"):
         rank_launch.launch("transport", 2, {}, rank_launch.dry_transport(), 2)
     assert (tmp_path / "groups").read_text().split() == [str(os.getpgid(0))] * 2
+
+
+CONTROL = """#!/usr/bin/env bash
+echo "$* $(cat)" >> {log}
+[ "$1" != -d ] || sleep {seconds}
+"""
+KILLED = """
+import os, signal
+from xfuser_cocodiff.lab.one_gpu import mps
+with mps.service(True):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def mps_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Path]:
+    """Return a function that installs a stand-in of MPS, which takes some time to start, and returns its log."""
+
+    def install(seconds: float) -> Path:
+        program, log = tmp_path / "bin" / mps.CONTROL, tmp_path / "log"
+        program.parent.mkdir()
+        program.write_text(CONTROL.format(log=log, seconds=seconds))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.setattr(mps.tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        return log
+
+    return install
+
+
+def test_mps_ends_with_a_killed_fact(tmp_path: Path, mps_control: Callable[[float], Path]) -> None:
+    """It is a daemon, which would keep the GPU from the next fact."""
+    log = mps_control(0)
+    with pytest.raises(RuntimeError, match="exit status -9"):
+        fact_process.run_command([sys.executable, "-c", KILLED], 600)
+    assert [line.split() for line in log.read_text().splitlines()] == [["-d"], ["quit"]]
+    assert not [*tmp_path.glob("cocodiff-mps-*")]
+
+
+def test_mps_that_does_not_start_is_an_error(
+    tmp_path: Path, mps_control: Callable[[float], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks then run without it."""
+    mps_control(5)
+    monkeypatch.setattr(mps, "_SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match=r"MPS does not start: .* timed out"), mps.service(True):
+        pass
+    assert not [*tmp_path.glob("cocodiff-mps-*")]

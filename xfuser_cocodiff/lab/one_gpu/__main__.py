@@ -12,7 +12,7 @@ from xfuser_cocodiff import install
 
 install()  # before xfuser is imported, also where the package is not installed and has no entry point
 
-from xfuser_cocodiff.lab.one_gpu import fact_process, nccl_library  # noqa: E402
+from xfuser_cocodiff.lab.one_gpu import fact_process, nccl_library, rank_launch  # noqa: E402
 from xfuser_cocodiff.lab.one_gpu.runner import run_stage  # noqa: E402
 from xfuser_cocodiff.lab.one_gpu.stages import STAGES, setting_of  # noqa: E402
 
@@ -38,6 +38,7 @@ def main() -> int:
         return NO_DEVICE_STATUS
     options.folder.mkdir(parents=True, exist_ok=True)
     if not options.dry_run:
+        rank_launch.forget_fallback(options.folder)
         nccl_library.start_build(options.folder)
     measure = functools.partial(
         fact_process.measure, folder=options.folder, stage=options.stage, is_dry_run=options.dry_run

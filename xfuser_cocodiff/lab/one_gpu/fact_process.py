@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from xfuser_cocodiff.lab.one_gpu import mps
 from xfuser_cocodiff.lab.one_gpu.fact import Fact, NotAvailableError, Result, Setting
 from xfuser_cocodiff.lab.one_gpu.runner import FAILED, NOT_AVAILABLE, OK
 
+END_SECONDS = 20.0
+"""How long killed processes may take to end."""
 LAST_LINES = 15
 """Lines of output that stand for the cause of a failure."""
 
@@ -74,6 +78,8 @@ def run_command(command: Sequence[str], seconds: float, environment: Mapping[str
         raise RuntimeError(f"took longer than {seconds:.0f} s: {last_lines(output)}") from None
     finally:
         kill(process.pid)
+        _wait_for_end(process.pid)
+        mps.end(process.pid)
     if process.returncode:
         raise RuntimeError(f"exit status {process.returncode}: {last_lines(output)}")
     return output
@@ -83,6 +89,22 @@ def kill(leader: int) -> None:
     """Kill all processes of a session, given the process that leads it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def _wait_for_end(leader: int) -> None:
+    """Wait until killed processes of a group are gone: a rank may hold the GPU until its kernels have ended."""
+    ends = time.monotonic() + END_SECONDS
+    while leader in set(_groups()) and time.monotonic() < ends:
+        time.sleep(0.1)
+
+
+def _groups() -> Iterator[int]:
+    """Yield the process group of each process but zombies."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, group, *_ = stat.read_text().rpartition(")")[2].split()
+            if state != "Z":
+                yield int(group)
 
 
 def last_lines(output: str) -> str:

@@ -6,6 +6,7 @@ takes its place with LD_PRELOAD.
 
 import ctypes
 import ctypes.util
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ SOURCE_VARIABLE = "COCODIFF_NCCL"
 """Environment variable: a source archive of NCCL, or a libnccl.so.2."""
 LEAST_VERSION = (2, 30, 0)
 """First version that takes several ranks on one GPU."""
-_BUILD_FOLDER, _LOG = "nccl-build", "nccl-build.log"
+_BUILD_FOLDER, _LOG, _PID_FILE = "nccl-build", "nccl-build.log", "process.json"
 _FUNCTIONS = "AllGather * *|AllReduce * *|Broadcast * *|SendRecv"
 """Kernels that are built: those of the plugin, of xDiT and of PyTorch's barriers. All of them take much longer."""
 
@@ -101,7 +102,7 @@ def start_build(folder: Path) -> None:
     archive, target = os.environ.get(SOURCE_VARIABLE, ""), folder / _BUILD_FOLDER
     if not (_is_archive(archive) and Path(archive).is_file()) or any(target.glob("*/build/lib/libnccl.so.2")):
         return
-    if shutil.which("nvcc") is None or not torch.cuda.is_available():
+    if shutil.which("nvcc") is None or not torch.cuda.is_available() or _running_build(target):
         return
     shutil.rmtree(target, ignore_errors=True)
     with tarfile.open(archive) as source:
@@ -109,7 +110,7 @@ def start_build(folder: Path) -> None:
     [root] = [path for path in target.iterdir() if path.is_dir()]
     with (folder / _LOG).open("w") as log:
         build = subprocess.Popen(_make(root), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    (target / "pid").write_text(str(build.pid))
+    (target / _PID_FILE).write_text(json.dumps([build.pid, _start_time(build.pid)]))
 
 
 def _make(root: Path) -> list[str]:
@@ -129,10 +130,10 @@ def wait_for_build(folder: Path, seconds: float) -> None:
         RuntimeError: it failed or took too long; names the last lines of its log.
     """
     target = folder / _BUILD_FOLDER
-    if not (target / "pid").exists():
+    if not (target / _PID_FILE).exists():
         return
-    pid, ends = int((target / "pid").read_text()), time.monotonic() + seconds
-    while _is_running(pid):
+    ends = time.monotonic() + seconds
+    while pid := _running_build(target):
         if time.monotonic() > ends:
             kill(pid)
             raise RuntimeError(f"the build took longer than {seconds:.0f} s")
@@ -141,8 +142,22 @@ def wait_for_build(folder: Path, seconds: float) -> None:
         raise RuntimeError(f"the build failed: {last_lines((folder / _LOG).read_text())}")
 
 
-def _is_running(pid: int) -> bool:
+def _running_build(target: Path) -> int | None:
+    """Return the process of a build, which another stage may have started; None if none runs.
+
+    Its start time tells it from a later process with the same ID.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        pid, start_time = json.loads((target / _PID_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return pid if start_time is not None and _start_time(pid) == start_time else None
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the machine did; None if it does not run."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    return None if state == "Z" else int(fields[18])

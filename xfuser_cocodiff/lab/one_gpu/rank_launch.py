@@ -1,7 +1,5 @@
 """Starts ranks that share one GPU: with NCCL if a library allows it, else with gloo and host memory."""
 
-import contextlib
-import functools
 import json
 import os
 import shutil
@@ -10,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,13 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.engine.topology.launcher import SHARE_VARIABLE
-from xfuser_cocodiff.lab.one_gpu import nccl_library
+from xfuser_cocodiff.lab.one_gpu import mps, nccl_library
 from xfuser_cocodiff.lab.one_gpu.fact import NotAvailableError, Result
 from xfuser_cocodiff.lab.one_gpu.fact_process import last_lines
 
 NCCL, GLOO = "nccl", "gloo"
 _TRIAL_CASE, _TRIAL_SECONDS = "transport", 60.0
 _FILE = "transport.json"
-_MPS = "nvidia-cuda-mps-control"
-_MPS_SECONDS = 20
 _MAX_CTAS = 2
 """Thread blocks of each communicator: those of all ranks must run on the GPU at the same time."""
 
@@ -61,13 +57,20 @@ def select(folder: Path) -> Transport:
     return transport
 
 
+def forget_fallback(folder: Path) -> None:
+    """Forget a choice of gloo, so that NCCL is tried again: its library may have been built or named since."""
+    file = folder / _FILE
+    if file.exists() and json.loads(file.read_text())["backend"] == GLOO:
+        file.unlink()
+
+
 def _select(folder: Path) -> Transport:
     reasons = []
     try:
         library = nccl_library.find(folder)
     except NotAvailableError as error:
         return _gloo(str(error))
-    for uses_mps in [True, False] if shutil.which(_MPS) else [False]:
+    for uses_mps in [True, False] if shutil.which(mps.CONTROL) else [False]:
         transport = nccl_transport(library, uses_mps)
         try:
             launch(_TRIAL_CASE, 2, {}, transport, _TRIAL_SECONDS)
@@ -121,7 +124,11 @@ def launch(
     Raises:
         RuntimeError: a rank failed, or they took longer than `seconds`; names the last lines of the rank's output.
     """
-    with tempfile.TemporaryDirectory() as scratch, mps(transport.uses_mps) as clients, socket.socket() as listener:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        mps.service(transport.uses_mps) as clients,
+        socket.socket() as listener,
+    ):
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
         listener.close()
@@ -154,26 +161,3 @@ def _wait(ranks: list[subprocess.Popen], scratch: str, seconds: float) -> None:
                 why = f"exit status {status}" if status else f"took longer than {seconds:.0f} s"
                 raise RuntimeError(f"rank {rank}: {why}: {said}")
         time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def mps(is_used: bool) -> Iterator[dict[str, str]]:
-    """Run CUDA's multi-process service in a context; yields the environment variables of its clients."""
-    if not is_used:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        call = functools.partial(
-            subprocess.run,
-            env={**os.environ, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=_MPS_SECONDS,
-        )
-        call([_MPS, "-d"])
-        try:
-            yield environment
-        finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                call([_MPS], input=b"quit\n")
