@@ -81,12 +81,15 @@ def test_nccl_groups_have_high_priority_and_limited_ctas() -> None:
     assert ranks.run(nccl_groups, 2) == [expected] * 2
 
 
-def gloo_group(rank: int) -> bool:
-    return groups.subgroup(dist.group.WORLD, (0, 1), None, 4) is dist.group.WORLD
+def gloo_groups(rank: int) -> tuple[bool, float]:
+    """Return whether a group of all ranks is the world without a timeout, and the timeout of one that has one."""
+    limited = groups.subgroup(dist.group.WORLD, (0, 1), timedelta(seconds=11))
+    shared = groups.subgroup(dist.group.WORLD, (0, 1), None, 4)
+    return shared is dist.group.WORLD, groups.timeout_of(limited, CPU).total_seconds()
 
 
-def test_gloo_shares_the_group_of_all_ranks() -> None:
-    assert ranks.run(gloo_group, 2) == [True] * 2
+def test_gloo_shares_the_group_of_all_ranks_where_it_has_no_timeout() -> None:
+    assert ranks.run(gloo_groups, 2) == [(True, 11)] * 2
 
 
 def ctas_of_a_mesh(rank: int) -> set[tuple]:
