@@ -69,6 +69,15 @@ def test_unknown_bytes_are_a_dash() -> None:
     assert [row["sent between nodes"] for row in rows] == ["-"] * 2
 
 
+def test_lines_name_the_exchange_of_each_axis_and_its_bytes() -> None:
+    fast = run("fast", 1.0, exchange={"node": "kv", "gpu": "heads"}, bytes={"node": 1200, "gpu": 34_000})
+    compiled = run("exact", 1.0, exchange={"node": "heads"}, bytes=None)
+    assert summary.exchange_lines({"runs": [run("stock", 1.0, exchange={}), fast, compiled]}) == [
+        "Exchange of fast: node kv, gpu heads; sent: node 1.20 kB, gpu 34.00 kB",
+        "Exchange of exact: node heads; sent: -",
+    ]
+
+
 def test_table_is_aligned() -> None:
     stock, exact = run("stock", 0.0123, 0.0124, 0.0125), run("exact", 0.01, ratio_to_stock=0.8)
     assert summary.format_table({"runs": [stock, exact]}).splitlines() == [

@@ -12,6 +12,7 @@ from xfuser_cocodiff.lab.reporting.formatting import (
     format_median_range,
     sum_over_axes,
 )
+from xfuser_cocodiff.lab.simulation.exchange import describe
 
 NODE = "node"
 NO_SIGNIFICANT_DIFFERENCE = "no significant difference"
@@ -61,6 +62,16 @@ def sentence(record: Mapping[str, Any]) -> str:
     """Return speedup and quality of every variant over stock in one sentence."""
     stock, *plugins = record["runs"]
     return "; ".join(_summarize(run, stock) for run in plugins) + "."
+
+
+def exchange_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return how attention crossed each axis in every variant, and the bytes of a rank and step by axis."""
+    lines = []
+    for run in record["runs"]:
+        if run["exchange"]:
+            sent = describe({stage: format_bytes(count) for stage, count in (run["bytes"] or {}).items()})
+            lines.append(f"Exchange of {run['name']}: {describe(run['exchange'])}; sent: {sent or NOT_MEASURED}")
+    return lines
 
 
 def _summarize(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
