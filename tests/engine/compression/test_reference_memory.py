@@ -1,5 +1,7 @@
 """Memory of link references: planned bytes equal allocated bytes, and a budget is met."""
 
+import itertools
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.settings.options import MODES
+from xfuser_cocodiff.engine.topology.planner import SentSizes, gathers_kv
 
 NUM_SLOW, HEAD_DIM = 3, 8
 SHAPE = (NUM_SLOW - 1, 2, 2, 6, HEAD_DIM)
@@ -144,3 +147,22 @@ def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:
     assert sizes.slow_axis_bytes(1, 1) == 0
     assert sizes.slow_axis_bytes(4, 1) == 2 * 900  # all-to-alls of Q, K, V and O
     assert sizes.slow_axis_bytes(1, 3) == 2 * (2 * 300) * 2  # K and V to each of two others
+
+
+@pytest.mark.parametrize("mode", ["balanced", "fast"])
+def test_references_of_gathered_kv_are_never_larger_than_by_heads(mode: str) -> None:
+    """Wherever the rule of lossy modes gathers, with zero-padded heads too; in the leading branch and a second one."""
+    schedule, num_gathering = preset(mode, 50, is_guided=True), 0
+    for num_slow, num_fast, kv_heads, grouping in itertools.product((2, 4, 8), (1, 4, 8), (1, 3, 8, 24), (1, 3, 8)):
+        sizes = SentSizes.of(kv_heads * grouping, kv_heads, num_slow, num_fast, tokens=64, kv_tokens=64)
+        if not gathers_kv(num_slow, sizes):
+            continue
+        num_gathering += 1
+        query, key, gathered_key = (int(size) * HEAD_DIM for size in sizes)
+        by_heads = LayerSizes(2 * query + 2 * key, key, HEAD_DIM, 2)
+        gathered = LayerSizes(2 * grouping * gathered_key + 2 * gathered_key, gathered_key, HEAD_DIM, 2)
+        for leads in (False, True):
+            of_heads = ReferenceBytes.of(by_heads, schedule, num_slow, 1, by_heads if leads else None)
+            of_gather = ReferenceBytes.of(gathered, schedule, 1, num_slow, gathered if leads else None)
+            assert all(map(operator.le, of_gather, of_heads)), (num_slow, num_fast, kv_heads, grouping)
+    assert num_gathering > 50

@@ -1,11 +1,13 @@
 """Tests of `cocodiff plan --model`: divisibility, traffic, memory and step times, each against independent values."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +201,31 @@ def test_lossless_layers_gather_kv_where_the_model_predicts_a_gain() -> None:
     many = dataclasses.replace(scenario, workload=dataclasses.replace(grouped, heads_per_kv_head=1))
     assert estimate_step(many, split, "exact").exchange == {"node": HEADS, "gpu": HEADS}
     assert estimate.step_seconds < estimate_step(many, split, "exact").step_seconds
+
+
+HEADS_OF_Q_AND_KV = [(24, 24), (24, 8), (192, 192), (192, 24)]
+"""Heads that ranks here have to zero-pad, and heads that they need not, each as many for K and V and grouped."""
+
+
+@pytest.mark.parametrize(("model", "resolution"), [("flux1", 512), slow("flux1", 1536), slow("hunyuanvideo", 1024)])
+def test_gathering_is_never_predicted_to_be_slower_than_by_heads(model: str, resolution: int) -> None:
+    """In lossy modes bytes decide and not the predicted time, which includes the fast axes and the codecs."""
+    gathering = Counter[tuple[str, int]]()
+    for cluster, nodes, (heads, kv_heads) in itertools.product(MACHINES, (2, 4, 8), HEADS_OF_Q_AND_KV):
+        degree = nodes * MACHINES[cluster].ranks_per_node
+        scenario = make_scenario(model, resolution, degree, cluster=cluster)
+        grouping = {"heads": heads, "heads_per_kv_head": heads // kv_heads}
+        scenario = dataclasses.replace(scenario, workload=dataclasses.replace(scenario.workload, **grouping))
+        for mode in ("exact", "balanced", "fast"):
+            estimate = estimate_step(scenario, UlyssesRingSplit(degree, 1), mode)
+            if KV not in estimate.exchange.values():
+                continue
+            with mock.patch.object(LayerCommunication, "_gather", lambda _: None):
+                by_heads = estimate_step(scenario, UlyssesRingSplit(degree, 1), mode)
+            gathering[mode, nodes] += 1
+            assert KV not in by_heads.exchange.values()
+            assert estimate.step_seconds <= 1.02 * by_heads.step_seconds, (cluster, nodes, heads, kv_heads, mode)
+    assert len(gathering) == 9 and min(gathering.values()) >= len(MACHINES)
 
 
 def test_traffic_includes_zero_padded_heads() -> None:
