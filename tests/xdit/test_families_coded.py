@@ -195,7 +195,7 @@ def run_plainly(rank: int, model: str) -> "list[tuple[set[str], list[StepReport]
     return found
 
 
-@pytest.mark.parametrize("model", ["Wan", "Lumina2"])
+@pytest.mark.parametrize("model", slow_but(["Lumina2"], ["Wan", "Lumina2"]))
 def test_plain_options_gather_where_the_rule_says_so(model: str) -> None:
     for on_rank in ranks.run(run_plainly, DEGREE, model):
         for (topology, models), (gathered, reports, psnr) in zip(PLAIN.items(), on_rank, strict=True):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
@@ -141,7 +142,7 @@ def run_two_layers(rank: int, plan: Plan) -> tuple[list[tuple], list[tuple], boo
     return eager, compiled, all(map(torch.equal, first, second)), (gathers, list(layers.gathered))
 
 
-@pytest.mark.parametrize("plan", [Plan.flat(GATHERED.topology), GATHERED], ids=str)
+@pytest.mark.parametrize("plan", slow_but([GATHERED], [Plan.flat(GATHERED.topology), GATHERED]), ids=str)
 def test_two_compiled_layers_equal_eager_mode(plan: Plan) -> None:
     for eager, compiled, is_reproducible, gathers in ranks.run(run_two_layers, 2, plan):
         assert gathers == (2 * STEPS * ["v", "qk"] if plan.gathers_kv else [],) * 2

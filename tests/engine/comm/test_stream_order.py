@@ -140,7 +140,7 @@ def gathered(rank: int, slow: str) -> None:
             run(mesh, groups, v_first, iter([None] * LAYERS), partition)
 
 
-@pytest.mark.parametrize("slow", ["node", "all"])
+@pytest.mark.parametrize("slow", slow_but(["all"], ["node", "all"]))
 def test_gathered_k_and_v_are_ordered(slow: str) -> None:
     ranks.run(gathered, 1, slow)
 
@@ -171,8 +171,8 @@ def test_a_single_stage_waits_for_earlier_messages_in_stages() -> None:
     ranks.run(mixed_plans, 1)
 
 
-def coded(rank: int, slow: str, codec: Codec, uses_triton: bool) -> None:
-    for v_first, (staged, late) in itertools.product(BOTH, THREADS):
+def coded(rank: int, slow: str, codec: Codec, uses_triton: bool, v_first_once: bool) -> None:
+    for (staged, late), v_first in zip(THREADS, (v_first_once, not v_first_once, v_first_once), strict=True):
         with MockDevice(late) as mock_device, mock_device.by_triton() if uses_triton else nullcontext():
             make_tables()
             mesh, partition = partition_of(slow, staged)
@@ -197,21 +197,25 @@ def codecs_by_step(
                 link_state.to_int8(partition.fast.comm_stream if partition.fast and not single_stage else None)
 
 
+CODED = [*covering(itertools.product(SLOW, CODECS, (True, False)), 2)]  # this order includes the quick cases
+
+
 @pytest.mark.parametrize(
-    ("slow", "codec", "uses_triton"),
+    ("slow", "codec", "uses_triton", "v_first_once"),
     slow_but(
         [
-            ("node", "bits", True),
-            ("all", "drift", True),
-            (GATHERED, "change", False),
-            (SINGLE_STAGE, "drift", True),
-            ("node", "change", True),
+            ("node", "bits", True, True),
+            ("all", "drift", True, False),
+            (GATHERED, "change", False, True),
+            (SINGLE_STAGE, "drift", True, True),
+            ("node", "change", True, False),
         ],
-        covering(itertools.product(SLOW, CODECS, (True, False)), 2),  # this order includes the quick cases
+        [(*case, v_first) for case in CODED for v_first in BOTH],
     ),
 )
-def test_coded_communication_is_ordered(slow: str, codec: str, uses_triton: bool) -> None:
-    ranks.run(coded, 1, slow, CODECS[codec], uses_triton)
+def test_coded_communication_is_ordered(slow: str, codec: str, uses_triton: bool, v_first_once: bool) -> None:
+    """With V first on one kind of thread or on the two others."""
+    ranks.run(coded, 1, slow, CODECS[codec], uses_triton, v_first_once)
 
 
 def timing_streams(rank: int, plan: str) -> list[str]:

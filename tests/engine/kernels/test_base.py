@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.kernels.case import DEVICE, FIRST, MIDDLE, SECOND, Case, assert_equal_up_to_scales
-from tests.quick import covering
+from tests.quick import covering, in_turn
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.kernels import torch_kernels
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, ORIGIN, PER_OCTAVE
@@ -29,7 +29,10 @@ KEYFRAME = -1.0
 """Stands for a gain: zeros are predicted."""
 
 
-@pytest.fixture(params=[kernels.TRITON, kernels.NUMBA, kernels.TORCH])
+BACKENDS = [kernels.TRITON, kernels.NUMBA, kernels.TORCH]
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest):
     """Each backend."""
     if request.param == kernels.TORCH:
@@ -86,9 +89,10 @@ def prediction_of(case: Case, gain: float) -> Prediction:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "active", "gain", "weight"),
-    list(covering(itertools.product(DTYPES, GRIDS, (None, 5), (KEYFRAME, 0.0, 0.5), WEIGHTS), 2)),
+    ("dtype", "bits", "active", "gain", "weight", "backend"),
+    in_turn(covering(itertools.product(DTYPES, GRIDS, (None, 5), (KEYFRAME, 0.0, 0.5), WEIGHTS), 2), BACKENDS),
     ids=str,
+    indirect=["backend"],
 )
 def test_a_base_gives_what_float64_arithmetic_gives(backend, dtype, bits, active, gain, weight) -> None:
     """Check references, targets, energies, gains and scores, up to rounding and values between two levels."""
@@ -132,9 +136,12 @@ def test_a_base_gives_what_float64_arithmetic_gives(backend, dtype, bits, active
 
 
 @pytest.mark.parametrize(
-    ("dtype", "local_slots", "bits", "active", "gain", "weight"),
-    list(covering(itertools.product(DTYPES, LOCAL_SLOTS, GRIDS, (None, 5), (KEYFRAME, 0.0, 0.5), WEIGHTS), 2)),
+    ("dtype", "local_slots", "bits", "active", "gain", "weight", "backend"),
+    in_turn(
+        covering(itertools.product(DTYPES, LOCAL_SLOTS, GRIDS, (None, 5), (KEYFRAME, 0.0, 0.5), WEIGHTS), 2), BACKENDS
+    ),
     ids=str,
+    indirect=["backend"],
 )
 def test_a_base_gives_the_bits_of_a_difference_made_before(
     backend, dtype, local_slots, bits, active, gain, weight

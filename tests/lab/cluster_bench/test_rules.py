@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import ranks
+from tests.quick import slow_but
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -99,7 +100,7 @@ def relative_errors(results: list[dict[str, Any]], name: str) -> float:
     return ((whole - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", slow_but([2], [2, 4]))
 def test_rules_of_ulysses_compute_attention(world: int) -> None:
     chosen = [rule for rule in REPLACING if not rule.needs_ring]
     results = ranks.run(run_rules, world, 1, [rule.name for rule in chosen])

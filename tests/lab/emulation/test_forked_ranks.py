@@ -58,6 +58,7 @@ print(json.dumps([sorted(results), *results.values(), "RANK" in os.environ]))
     assert sorted(errors) == [f"[{rank}] error of {rank}" for rank in range(4)]
 
 
+@pytest.mark.slow  # ranks of `cocodiff compare` are in one of these cells (test_emulate)
 @needs_namespaces
 def test_cells_with_torch_run_one_after_another() -> None:
     found, output, errors = run("""

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tests import mock_device, ranks
+from tests.quick import slow, slow_but
 from xfuser_cocodiff.lab.full_size.architectures import ARCHITECTURES, LAST, architecture
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer, build
@@ -121,14 +122,14 @@ def shapes(rank: int, name: str, resolution: int, degree: int, batch: int) -> tu
 @pytest.mark.parametrize(
     ("name", "resolution", "degree", "batch", "output"),
     [
-        ("flux.1-dev", 1024, 2, 1, (64 * 64, 64)),
+        slow("flux.1-dev", 1024, 2, 1, (64 * 64, 64)),
         ("flux.1-dev", 768, 12, 3, (48 * 48, 64)),
-        ("flux.2-dev", 2304, 16, 1, (144 * 144, 128)),
-        ("sd3.5-large", 1024, 2, 1, (16, 64, 128)),
+        slow("flux.2-dev", 2304, 16, 1, (144 * 144, 128)),
+        slow("sd3.5-large", 1024, 2, 1, (16, 64, 128)),
         ("sd3.5-large", 1216, 19, 2, (16, 8, 152)),
-        ("qwen-image", 1024, 8, 1, (64 * 64, 64)),
+        slow("qwen-image", 1024, 8, 1, (64 * 64, 64)),
         ("qwen-image", 800, 3, 1, (50 * 50, 64)),
-        ("hunyuanvideo", 720, 8, 1, (16, 33, 90, 160)),
+        slow("hunyuanvideo", 720, 8, 1, (16, 33, 90, 160)),
         ("wan2.1-14b", 720, 8, 1, (16, 21, 90, 160)),
     ],
 )
@@ -174,11 +175,11 @@ def _path(full: FullSizeTransformer, block: torch.nn.Module) -> str:
 @pytest.mark.parametrize(
     ("name", "resolution", "degree"),
     [
-        ("flux.1-dev", 1024, 8),
+        slow("flux.1-dev", 1024, 8),
         ("flux.2-dev", 1024, 16),
         ("sd3.5-large", 1024, 2),
-        ("qwen-image", 1024, 8),
-        ("hunyuanvideo", 720, 8),
+        slow("qwen-image", 1024, 8),
+        slow("hunyuanvideo", 720, 8),
         ("wan2.1-14b", 720, 8),
     ],
 )
@@ -232,7 +233,7 @@ def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not mock_device.HAS_BACKENDS, reason="this PyTorch has no devices written in Python")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_but(["sd3.5-large", "hunyuanvideo"], ARCHITECTURES))
 def test_calls_need_no_values_and_no_other_device(name: str) -> None:
     [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if WORKLOADS[name].latent_frames else 1024)
     assert num_operations > 100

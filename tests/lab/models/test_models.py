@@ -56,7 +56,7 @@ def file_versions(folder: Path) -> dict[Path, tuple[int, int]]:
 # The models
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", slow_but([*RANDOM][:1], RANDOM))
 def test_images_depend_on_attention(out, name, monkeypatch):
     pipe = load(out, name)
     image, attention, forward = generate(pipe), functional.scaled_dot_product_attention, pipe.transformer.forward
@@ -84,6 +84,7 @@ def test_trained_image_models_generate_their_captions(name, tmp_path):
         assert correlation[file] > 0.5
 
 
+@pytest.mark.slow  # a trained image model is the quick one
 @torch.no_grad()
 def test_trained_sd35_predicts_with_and_without_captions(tmp_path):
     """As guidance needs it: the error of the velocity is least with the caption, and more with another's than with
@@ -104,6 +105,7 @@ def test_trained_sd35_predicts_with_and_without_captions(tmp_path):
     assert (1.1 * errors["own"] < errors["none"]).all() and (errors["none"] < errors["another's"]).all(), errors
 
 
+@pytest.mark.slow  # a trained image model is the quick one
 def test_trained_wan_generates_its_captions(tmp_path):
     """Videos have the gray values and the motion of their training data."""
     hub.write_cache(tmp_path, ["Wan2.1-T2V"])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import ranks
 from tests.lab.emulation.test_cluster import LAUNCHER, needs_namespaces
-from tests.quick import slow_but
+from tests.quick import slow, slow_but
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import link_survey, pairwise_links
 from xfuser_cocodiff.lab.probing.pairwise_links import Pairs
@@ -69,6 +69,7 @@ def test_axes_are_inferred_from_bandwidth(shape: str, speeds: list[float], seed:
     assert infer_topology(synthetic(shape, speeds, seed, size)) == Topology.parse(shape, size)
 
 
+@settings(max_examples=15)
 @given(seeds)
 @pytest.mark.parametrize(
     ("shape", "speeds", "ranks_per_node", "found"),
@@ -124,7 +125,7 @@ def measured(rank: int, members: list[int] | None) -> tuple[np.ndarray, ...] | N
     return tuple(vars(pairwise_links.measure_pairs(group)).values())
 
 
-@pytest.mark.parametrize(("size", "members"), [(1, None), (2, None), (3, None), (4, [1, 3])])
+@pytest.mark.parametrize(("size", "members"), [slow(1, None), (2, None), slow(3, None), (4, [1, 3])])
 def test_all_ranks_return_the_same_measurements(size: int, members: list[int] | None) -> None:
     found = [matrices for matrices in ranks.run(measured, size, members) if matrices is not None]
     assert len(found) == len(members or range(size))

@@ -131,6 +131,7 @@ def fused_rms_norm(given: torch.Tensor, shape: Any, weight: torch.Tensor | None 
     return torch.native_layer_norm(given, list(shape), weight, None, eps)[0]
 
 
+QUICK_MODELS = "sd3.5-large", "qwen-image", "wan2.1-14b"
 KINDS = pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -163,7 +164,14 @@ def token_counts(name: str) -> dict[str, int]:
     return {IMAGE: ALL_IMAGE, TEXT: ALL_TEXT, JOINT: joint, CROSS_TEXT: ALL_TEXT, ROW: 1}
 
 
-@KINDS
+FEW_KINDS = [
+    pytest.param(*each.values, id=each.id, marks=() if each.values[0] in QUICK_MODELS else pytest.mark.slow)
+    for each in KINDS.args[1]
+]
+"""Those of the other models are slow: the matrix products of attention take long without fused kernels."""
+
+
+@pytest.mark.parametrize(("name", "kind"), FEW_KINDS)
 def test_flops_equal_those_of_diffusers(name: str, kind: LayerKind) -> None:
     call, counts = block_of(name, kind.name), token_counts(name)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -15,7 +15,7 @@ import torch
 from tests import ranks
 from tests.engine.settings.test_ring_placement import profile
 from tests.lab.simulation.test_simulate import shrink, step_flops
-from tests.quick import slow
+from tests.quick import in_turn, slow
 from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.compression import modes
@@ -42,8 +42,9 @@ def make_scenario(model: str = "flux1", resolution: int = 1024, degree: int = 16
 # Heads and tokens.
 
 
-@pytest.mark.parametrize("cluster", MACHINES)
-@pytest.mark.parametrize("model", [*plan_model.ALIASES, "qwen-image"])
+@pytest.mark.parametrize(
+    ("model", "cluster"), in_turn([(model,) for model in (*plan_model.ALIASES, "qwen-image")], MACHINES)
+)
 def test_every_split_is_divisible_and_aligned_with_the_axes(model: str, cluster: str) -> None:
     machine = MACHINES[cluster]
     for nodes in (1, 2, 3, 4):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow
 from tests.xdit.attention.test_gathered_usp import STEPS, Case, Run
 from tests.xdit.attention.test_head_group_choice import ACCELERATOR, LINKS
 from tests.xdit.attention.test_head_group_choice import Run as TimedRun
@@ -84,7 +85,7 @@ def tune(rank: int, seconds: dict[int, float]) -> tuple[set[int], list[int], set
     return numbers, [signature.candidates.chosen.groups for signature in signatures], counts_of(session)
 
 
-@pytest.mark.parametrize(("seconds", "chosen"), [({1: 1.0, 2: 0.8, 4: 0.9}, 2), ({1: 1.0, 2: 1.1, 4: 1.2}, 1)])
+@pytest.mark.parametrize(("seconds", "chosen"), [({1: 1.0, 2: 0.8, 4: 0.9}, 2), slow({1: 1.0, 2: 1.1, 4: 1.2}, 1)])
 def test_accelerators_choose_the_number_by_steps(seconds: dict[int, float], chosen: int) -> None:
     assert LINKS.topology.size == 2
     for numbers, choices, counts in ranks.run(tune, 2, seconds):

@@ -10,6 +10,7 @@ import torch
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
+from tests.quick import slow
 from tests.xdit.attention.test_overlap import depend_on_heads, start, use_config
 from tests.xdit.session.test_schedule_tuner import FakeClock
 from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
@@ -67,7 +68,7 @@ def tune(rank: int, seconds: dict[int, float], is_accelerator: bool, options: di
 
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
-    [({1: 1.0, 2: 0.9, 4: 0.8}, 4), ({1: 1.0, 2: 0.8, 4: 0.9}, 2), ({1: 1.0, 2: 1.1, 4: 1.2}, 1)],
+    [({1: 1.0, 2: 0.9, 4: 0.8}, 4), slow({1: 1.0, 2: 0.8, 4: 0.9}, 2), ({1: 1.0, 2: 1.1, 4: 1.2}, 1)],
 )
 def test_accelerators_choose_the_number_of_head_groups_by_steps(seconds: dict[int, float], chosen: int) -> None:
     assert ranks.run(tune, 2, seconds, True, {}) == [([[1, 1, 2, 4]] * 2, [chosen] * 2)] * 2
@@ -78,8 +79,8 @@ def test_accelerators_choose_the_number_of_head_groups_by_steps(seconds: dict[in
     [
         (False, {}),
         (True, {"overlap": Overlap(head_groups=1)}),
-        (True, {"overlap": Overlap(v_first=True)}),
-        (True, {"synchronous": True}),
+        slow(True, {"overlap": Overlap(v_first=True)}),
+        slow(True, {"synchronous": True}),
         (True, {"mode": "paper", "slow_axes": ("node",)}),  # it does not gather K and V
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests import ranks
+from tests.quick import slow
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
@@ -89,7 +90,9 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     return {"errors": errors, "reports": session.runtime.reports}
 
 
-@pytest.mark.parametrize(("linear", "joint"), [(False, "none"), (False, "rear"), (False, "front"), (True, "none")])
+@pytest.mark.parametrize(
+    ("linear", "joint"), [slow(False, "none"), slow(False, "rear"), (False, "front"), (True, "none")]
+)
 def test_exact_mode_equals_stock_and_codecs_know_layers(linear: bool, joint: str) -> None:
     for found in ranks.run(attend, 2, linear, joint):
         errors, reports = found["errors"], found["reports"]

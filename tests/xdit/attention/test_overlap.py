@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.quick import slow
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
@@ -220,10 +221,10 @@ def step_with_schedule(rank: int, mode: str, schedule: tuple[bool, int, bool]) -
 @pytest.mark.parametrize(
     ("mode", "schedule", "block"),
     [
-        ("exact", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
-        ("exact", (True, 1, True), ["sends qk", "mlp", "sends o"]),
+        slow("exact", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
+        slow("exact", (True, 1, True), ["sends qk", "mlp", "sends o"]),
         ("exact", (True, 2, True), ["sends qk", "sends qkv", "mlp", "sends o", "sends o"]),
-        ("exact", (True, 2, False), ["mlp", "sends v", "sends qk", "sends qkv", "sends o", "sends o"]),
+        slow("exact", (True, 2, False), ["mlp", "sends v", "sends qk", "sends qkv", "sends o", "sends o"]),
         ("balanced", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import xfuser_cocodiff
-from tests.quick import slow_but
+from tests import ranks
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
@@ -84,7 +84,8 @@ ERROR = """
 """
 
 
-@pytest.mark.parametrize("rank", slow_but(["0"], ["0", "1"]))
+@pytest.mark.slow  # test_bad_options has the error, and the finder is tested above
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_entry_point_installs_and_option_error_is_one_line_of_rank_0(rank: str) -> None:
     done = python(ENTRY.format(before="import torch", after="") + ERROR, RANK=rank)
     assert json.loads(done.stdout.splitlines()[-1]) == [True, True]
@@ -94,37 +95,45 @@ def test_entry_point_installs_and_option_error_is_one_line_of_rank_0(rank: str) 
     assert "Traceback" not in done.stderr
 
 
+def reinstall(rank: int) -> tuple[bool, list[str], list[str]]:
+    """Return whether stock runs once the plugin is uninstalled, what changes with it, and what stays changed."""
+    import xfuser.model_executor.layers.usp as usp
+
+    from tests.xdit.integration.snapshot import everything
+    from xfuser_cocodiff.xdit.patching import log
+    from xfuser_cocodiff.xdit.session import graph_order
+
+    xfuser_cocodiff.uninstall()
+    is_stock = "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
+    before = everything()
+    assert xfuser_cocodiff.install()
+    activation.activate()
+    assert graph_order.add_send_pass()
+    log.warn_once("a message")
+    during = everything()
+    xfuser_cocodiff.uninstall()
+    after = everything()
+    return is_stock, *([key for key in before if found[key] != before[key]] for found in (during, after))
+
+
+def test_uninstall_restores_all_that_install_replaces() -> None:
+    [(is_stock, changed, left)] = ranks.run(reinstall, 1)
+    assert is_stock and not left
+    assert len(changed) > 20 and {"logging", "process", "inductor"} <= {*changed}
+
+
+@pytest.mark.slow  # imports xDiT without the plugin; a process that has imported it with the plugin is the quick test
 def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path) -> None:
     """A process with the plugin disabled runs stock until then; only one with COCODIFF_RECORD has the recorder."""
     *states, recording = answer(
         """
-        import json, logging, os, sys, types
+        import json, os, sys, types
         import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
         import diffusers.image_processor, diffusers.pipelines.pipeline_utils
         import diffusers.modular_pipelines.modular_pipeline
 
-        def everything():
-            found = {}
-            for name, module in list(sys.modules.items()):
-                if module is not None and name.partition(".")[0] in ("xfuser", "diffusers", "yunchang", "torch"):
-                    for key, value in list(vars(module).items()):
-                        found[f"{name}.{key}"] = id(value)
-                        watched = "xfuser", "diffusers.pipelines.pipeline_u", "diffusers.modular_pipelines.modular_p"
-                        if isinstance(value, type) and name.startswith(watched):
-                            found.update({f"{name}.{key}.{k}": id(v) for k, v in list(vars(value).items())
-                                           if callable(v) or k == "__dataclass_fields__"})
-            ours = logging.getLogger("xfuser_cocodiff")
-            found["logging"] = [list(each.handlers) + [each.level] for each in (ours, logging.getLogger())]
-            found["process"] = [dict(os.environ), list(sys.meta_path), sys.excepthook, list(sys.path_hooks)]
-            found["inductor"] = [
-                inductor.reorder_for_compute_comm_overlap, list(inductor.reorder_for_compute_comm_overlap_passes)
-            ]
-            found["packages_info"] = id(xfuser.envs.PACKAGES_CHECKER.packages_info)
-            return found
-
-        import torch
-        from torch._inductor import config as inductor
         import xfuser_cocodiff
+        from tests.xdit.integration.snapshot import everything
         from xfuser_cocodiff.xdit.integration import activation
         from xfuser_cocodiff.xdit.session import graph_order
         from xfuser_cocodiff.xdit.patching import log

@@ -474,8 +474,7 @@ def may_gather(rank: int, ring: int, engine: dict) -> bool:
     return active().gather is not None
 
 
-@pytest.mark.parametrize("engine", [{}, {"use_torch_compile": True}], ids=str)
-@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize(("ring", "engine"), in_turn([(1,), (2,)], [{}, {"use_torch_compile": True}]), ids=str)
 def test_k_and_v_are_not_gathered_beside_a_ring(ring: int, engine: dict) -> None:
     assert ranks.run(may_gather, 4, ring, engine) == [ring == 1] * 4
 
