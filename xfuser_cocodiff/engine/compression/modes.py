@@ -324,7 +324,7 @@ BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_v=(2.7, 2.7), pred
 """Mode `balanced` for few steps with guidance. Estimated gains do hold for differences between branches."""
 BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_o=(8, 8))
 """Mode `balanced` for very few steps with guidance."""
-FAST = CodecSchedule(warmup=1, first=4, cached=(0.6, 0.6), bits=(2, 2), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
+FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1.6, 1.6), predictor=0.5, joint=1.0)
 """Mode `fast`."""
 FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
