@@ -19,21 +19,21 @@ UNGUIDED, GUIDED = ("FLUX.1-dev",), ("SD3.5", "Wan2.1-T2V")
 """Models that were measured without and with guidance."""
 MEASURED: dict[tuple[str, str], dict[int, _Psnr]] = {
     ("FLUX.1-dev", "balanced"): {
-        4: _Psnr(55.8, 50.5),
-        8: _Psnr(56.5, 54.3),
-        20: _Psnr(55.2, 50.2),
-        50: _Psnr(55.2, 53.6),
+        4: _Psnr(54.4, 48.9),
+        8: _Psnr(54.2, 51.5),
+        20: _Psnr(54.0, 50.5),
+        50: _Psnr(56.3, 55.8),
     },
-    ("FLUX.1-dev", "fast"): {4: _Psnr(48.3, 41.2), 8: _Psnr(52.1, 46.3), 20: _Psnr(49.3, 42.6), 50: _Psnr(53.0, 47.9)},
-    ("SD3.5", "balanced"): {8: _Psnr(36.5, 32.0), 20: _Psnr(39.3, 34.8)},
-    ("SD3.5", "fast"): {8: _Psnr(31.9, 25.3), 20: _Psnr(29.9, 23.2)},
+    ("FLUX.1-dev", "fast"): {4: _Psnr(46.1, 40.2), 8: _Psnr(50.8, 45.4), 20: _Psnr(49.8, 42.8), 50: _Psnr(54.2, 50.1)},
+    ("SD3.5", "balanced"): {4: _Psnr(33.2, 28.2), 8: _Psnr(36.3, 33.5), 20: _Psnr(38.9, 35.1)},
+    ("SD3.5", "fast"): {4: _Psnr(30.4, 23.6), 8: _Psnr(32.0, 26.9), 20: _Psnr(29.5, 22.9)},
     ("Wan2.1-T2V", "balanced"): {
-        4: _Psnr(42.6, 35.5),
-        8: _Psnr(42.0, 39.3),
-        20: _Psnr(44.2, 40.1),
-        50: _Psnr(48.9, 45.9),
+        4: _Psnr(41.5, 39.6),
+        8: _Psnr(42.3, 40.3),
+        20: _Psnr(44.9, 42.0),
+        50: _Psnr(49.9, 46.9),
     },
-    ("Wan2.1-T2V", "fast"): {4: _Psnr(41.5, 34.8), 8: _Psnr(36.8, 30.7), 20: _Psnr(36.1, 31.5), 50: _Psnr(43.5, 39.0)},
+    ("Wan2.1-T2V", "fast"): {4: _Psnr(39.7, 35.4), 8: _Psnr(38.2, 35.1), 20: _Psnr(36.7, 32.5), 50: _Psnr(44.8, 40.4)},
 }
 """PSNR by model, mode and number of steps."""
 
