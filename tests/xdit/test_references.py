@@ -182,7 +182,7 @@ def log_messages(rank: int) -> list[list[str]]:
 def test_the_schedule_and_how_to_measure_its_error_are_logged_once() -> None:
     at_start, few, again, many, compiled = ranks.run(log_messages, 2)[0]
     assert [line.startswith("cocodiff: lossy: ") and "node" in line for line in at_start] == [True], at_start
-    for lines, bits, steps in ((few, 4, 3), (many, 2, 20)):
+    for lines, bits, steps in ((few, "2.7", 3), (many, "2", 20)):
         assert [f"bits={bits}," in line for line in lines] == [True]
         assert f"measure this model with cocodiff quality --model NAME --steps {steps} --mode 'balanced'" in lines[0]
     assert again == []
