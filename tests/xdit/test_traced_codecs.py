@@ -1,6 +1,5 @@
 """Codecs in compiled graphs: the same layers, steps, bytes and PSNR as in eager mode, and independent runs."""
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
 from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
@@ -179,30 +177,6 @@ def test_lossless_layers_keep_heads_in_graphs(by_blocks: bool) -> None:
         assert eager and f"{lossless}.attn" not in eager
         kept = {layer for layer in eager if not (by_blocks and layer.startswith("single"))}
         assert compiled == kept and kept
-
-
-def run_uncoded(rank: int, options: dict[str, Any]) -> list[tuple[list[torch.Tensor], list[str]]]:
-    """Return outputs and gathers of compiled layers: in `exact`, and in `balanced` where no layer is coded."""
-    layers, found = TwoLayers(rank), []
-    layers.transformer.compile(backend="aot_eager")
-    for mode in ("exact", "balanced"):
-        torch.compiler.reset()
-        session = use_config(layers.group, config_of(mode, plan=GATHERED, **(options if mode == "balanced" else {})))
-        if mode == "balanced" and not options:  # coding takes longer than it saves
-            session.runtime._partition = replace(session.runtime._partition, coding_cost=CodingCost(0.0, 1.0))
-        gathers: list[str] = []
-        for _ in range(2):  # layers are detected in the first run
-            outputs = layers.run(session)
-            gathers += layers.gathered
-        found.append((outputs, gathers))
-        session.close()
-    return found
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param({"memory_budget": 1 << 10}, marks=pytest.mark.slow)], ids=str)
-def test_graphs_without_coded_layers_have_the_bits_of_heads(options: dict[str, Any]) -> None:
-    for (expected, _), (found, gathers) in ranks.run(run_uncoded, 2, options):
-        assert all(map(torch.equal, found, expected)) and not gathers
 
 
 def run_compiled_exactly(rank: int) -> tuple[bool, list[str]]:

@@ -488,13 +488,6 @@ class CodecRuntime:
         kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
         return _LayerState(layer, transformer, kind, planned_bytes, is_exact, single_stage, gathers_kv, coding_seconds)
 
-    def may_code(self, sizes: LayerSizes, gathers_kv: bool) -> bool:
-        """Return whether a layer of these sizes may be coded: that saves time, and alone it fits the memory budget."""
-        saved, added = self._coding_seconds(sizes, gathers_kv)
-        if saved < added or self._memory_budget is None:
-            return saved >= added
-        return ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv)).int8 <= self._memory_budget
-
     def _coding_seconds(self, sizes: LayerSizes, gathers_kv: bool) -> tuple[float, float]:
         """Return the link time that coding a layer saves and the host time that it adds, over Ulysses group and ring.
 

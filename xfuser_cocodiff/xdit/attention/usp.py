@@ -18,7 +18,6 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.attention import custom_ops
 from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, early_value, scheduled_attention
 from xfuser_cocodiff.xdit.attention.segments import segments
@@ -104,11 +103,10 @@ def _compiled_attention(
     if mesh.topology.size == 1 or not add_send_pass():
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
-    inputs_for = functools.partial(_inputs, query, key, value, arguments, session)
     gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query, key)
-    inputs = inputs_for(session.gather if gathers_kv else None)
-    if gathers_kv and _is_lossless(LayerSizes.of(*inputs.tensors), session.runtime):
-        gathers_kv, inputs = False, inputs_for(None)
+    if gathers_kv and session.runtime.schedule.exact and has_lossless_layer():  # lossless layers need bits by heads
+        gathers_kv = False
+    inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
     query, key, value = inputs.tensors
     attend = inputs.attend_with(None, "")
     if session.uses_custom_ops:
@@ -120,12 +118,6 @@ def _compiled_attention(
     else:
         query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh)
     return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh)[0]
-
-
-def _is_lossless(sizes: LayerSizes, runtime: CodecRuntime) -> bool:
-    """Return whether a traced layer is never coded, or another one that has the same graph. Where all layers are like
-    that, a lossy mode gives stock's bits by heads; graphs are traced before a check could compare gathers with them."""
-    return not runtime.may_code(sizes, gathers_kv=True) or bool(runtime.schedule.exact and has_lossless_layer())
 
 
 def _virtual_attention(
