@@ -337,7 +337,7 @@ DEFAULT_STEPS = 50
 FEW_STEPS = 12
 """Maximum number of steps of a run whose values change too much between steps for few bits."""
 VERY_FEW_STEPS = 5
-"""Maximum number of steps of a run for which these bits are too few as well."""
+"""Maximum number of steps of a run that needs even more bits."""
 _ALWAYS = math.inf
 _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
     ("balanced", False): ((VERY_FEW_STEPS, BALANCED_VERY_FEW), (FEW_STEPS, BALANCED_FEW), (_ALWAYS, BALANCED)),

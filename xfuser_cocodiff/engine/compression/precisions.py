@@ -73,9 +73,9 @@ def kind_name(layer: str) -> str:
 
 
 def precisions_of(schedule: CodecSchedule, total: int | None) -> tuple[float, ...]:
-    """Return the precisions of a run, lowest first: the schedule's own, and all that raise K or V and lower nothing.
+    """Return the precisions of a run, lowest first: the schedule's own, and all that raise K or V and lower no tensor.
 
-    Both exchanges code K and V.
+    Gathered or by heads, K and V are coded.
     """
     coded = [step for step in range(total or DEFAULT_STEPS) if not schedule.is_keyframe_step(step)]
     codecs = [schedule.codecs(step, total) for step in coded]

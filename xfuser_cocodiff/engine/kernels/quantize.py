@@ -1,9 +1,9 @@
 """Quantizers: packed low-bit residuals, and int8 link references.
 
-:func:`quantize` uses uniform levels whose width follows the root mean square of a row, or a share of its maximum where
-that is larger, so that outliers are clipped less. With 4 and 8 bits it follows the maximum, so that none is clipped;
-fewer levels would be too wide for that. Encoder and decoder compute decoded values by the same operations: the encoder
-knows the receiver's values bit for bit.
+:func:`quantize` uses uniform levels whose width follows the root mean square of a row, or a fraction of its maximum
+where that is larger, so that outliers are clipped less. With 4 and 8 bits it follows the maximum, so that none is
+clipped; fewer levels would be too wide for that. Encoder and decoder compute decoded values by the same operations: the
+encoder knows the receiver's values bit for bit.
 
 :func:`to_int8` quantizes link references. Both ends of a link run it, perhaps on devices whose logarithms, roots and
 sums differ in the last bit, and must get the same result. It therefore uses only operations that IEEE 754 rounds
@@ -50,8 +50,8 @@ GRIDS = {
 """Grids by bits per value. Widths minimize the squared error for a normal distribution (J. Max, "Quantizing for minimum
 distortion", 1960, table II). Residuals between steps have heavier tails, so coarse grids use 10% wider levels."""
 PEAK_SHARE = 0.4
-"""Least scale of a row in shares of its maximum, where scales follow the root mean square. With 0.35 and 0.6, pictures
-are farther from lossless ones."""
+"""Minimum scale of a row as a fraction of its maximum, where scales follow the root mean square. With less, and with
+0.6, pictures are farther from lossless ones."""
 ROW = 64
 """Minimum number of values that share a scale; smaller heads combine several tokens in a row, if T allows it."""
 PER_OCTAVE, ORIGIN = 6, 168

@@ -86,8 +86,7 @@ class StepTuner:
         """End a step: add its time to the complete rounds, and begin the next round or choose.
 
         Args:
-            is_undisturbed: whether the step took the time of later steps, the same on all ranks; it does not count
-                otherwise.
+            is_undisturbed: whether no timers slowed the step, the same on all ranks; other steps do not count.
         """
         workload = self._undecided()
         if self._is_new_run and any(each.calls for each in self._candidates()):
