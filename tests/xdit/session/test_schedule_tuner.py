@@ -64,12 +64,7 @@ class Steps:
         self.choices += 1
 
     def run(
-        self,
-        *ran: ScheduleCandidates,
-        calls: int = 2,
-        is_representative: bool = True,
-        delay: float = 0.0,
-        is_undisturbed: bool = True,
+        self, *ran: ScheduleCandidates, calls: int = 2, is_representative: bool = True, delay: float = 0.0
     ) -> list[OverlapSchedule]:
         """Run a step with layers of some signatures, and return their schedules."""
         schedules = [each.schedule for each in ran]
@@ -77,7 +72,7 @@ class Steps:
         for each in ran:
             for _ in range(calls):
                 each.count_call(is_representative)
-        self.tuner.end_step(is_undisturbed)
+        self.tuner.end_step()
         return schedules
 
 
@@ -104,18 +99,6 @@ def test_one_outlier_does_not_change_the_choice(clock: FakeClock) -> None:
     for number in range(1 + len(ROUNDS)):
         steps.run(layer, delay=5.0 * (number == 4))
     assert layer.chosen == V_FIRST
-
-
-@pytest.mark.parametrize("first_timed", range(4))
-def test_steps_with_timers_favor_no_candidate(clock: FakeClock, first_timed: int) -> None:
-    """`compare` times the communication of every fourth step, and candidates alternate."""
-    layer = ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, layer, stock=1.1)
-    ran = []
-    for number in range(4 + 2 * len(ROUNDS)):
-        has_timers = number % 4 == first_timed
-        ran += steps.run(layer, delay=5.0 * has_timers, is_undisturbed=not has_timers) if layer.chosen is None else []
-    assert layer.chosen == V_FIRST and FLAT in ran
 
 
 def test_rounds_continue_in_the_next_run(clock: FakeClock) -> None:
@@ -341,9 +324,7 @@ def test_an_incomplete_pass_of_many_candidates_is_repeated(clock: FakeClock) -> 
 def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_steps: list[int] = []
     session = session_module.Session()
-    session.schedule_tuner = SimpleNamespace(
-        end_step=lambda is_undisturbed: ended_steps.append(1), begin_run=lambda: None
-    )
+    session.schedule_tuner = SimpleNamespace(end_step=lambda: ended_steps.append(1), begin_run=lambda: None)
     monkeypatch.setattr(session_module, "active", lambda: session)
     session.runs.begin(3)
     session.runs.end_step()

@@ -126,13 +126,12 @@ class PrecisionTuner(StepTuner):
             for kind, each in self._kinds.items()
         }
 
-    def end_tuned_step(self, load: StepLoad | None, is_usual: bool, is_undisturbed: bool = True) -> None:
+    def end_tuned_step(self, load: StepLoad | None, is_usual: bool) -> None:
         """End a step.
 
         Args:
             load: what was sent; None if nothing was encoded.
             is_usual: whether the step ran as all later steps will, with overlap schedules that are chosen.
-            is_undisturbed: see :meth:`end_step`.
         """
         for kind, of_kind in load.kinds.items() if load else ():
             each = self._kinds.setdefault(kind, KindCandidates(kind, self._cached(kind)))
@@ -142,7 +141,7 @@ class PrecisionTuner(StepTuner):
         if not is_usual:  # the schedules of these layers change: their steps before are not like later ones
             for workload in [each for each in self._seconds if any(kind.calls for kind, _ in each)]:
                 del self._seconds[workload]
-        self.end_step(is_undisturbed)
+        self.end_step()
 
     def _choose(self, layers: Sequence[KindCandidates], passes: Sequence[Mapping[int, float]]) -> None:
         if [*layers] != [*self._group]:

@@ -267,12 +267,9 @@ class Session:
             self._has_logged_text = replicated_text.log_if_replicated(self.model)
         load = self.runtime.take_load() if self.runtime else None
         if self.schedule_tuner and self._counts_calls() and not is_captured():
-            # Timers synchronize with each all-to-all, and would fall on the same candidates in all rounds.
-            is_undisturbed = not self.traffic.timed
             if self.precision_tuner:
-                is_usual = not self.schedule_tuner.is_undecided
-                self.precision_tuner.end_tuned_step(load, is_usual, is_undisturbed)
-            self.schedule_tuner.end_step(is_undisturbed)
+                self.precision_tuner.end_tuned_step(load, is_usual=not self.schedule_tuner.is_undecided)
+            self.schedule_tuner.end_step()
 
     # Agreement of ranks.
 

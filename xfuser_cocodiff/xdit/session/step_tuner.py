@@ -82,12 +82,8 @@ class StepTuner:
         for workload, seconds in self._seconds.items():
             del seconds[len(seconds) // len(_indexes(workload)) * len(_indexes(workload)) :]
 
-    def end_step(self, is_undisturbed: bool = True) -> None:
-        """End a step: add its time to the complete rounds, and begin the next round or choose.
-
-        Args:
-            is_undisturbed: whether no timers slowed the step, the same on all ranks; other steps do not count.
-        """
+    def end_step(self) -> None:
+        """End a step: add its time to the complete rounds, and begin the next round or choose."""
         workload = self._undecided()
         if self._is_new_run and any(each.calls for each in self._candidates()):
             self._is_new_run = False
@@ -97,7 +93,7 @@ class StepTuner:
         if is_tuning:
             if self._is_asynchronous:
                 torch.accelerator.synchronize()
-            self._end_round(workload, is_undisturbed)
+            self._end_round(workload)
         self._last = [each for each in self._candidates() if each.calls] or self._last
         for each in self._candidates():
             each.end_step()
@@ -108,7 +104,7 @@ class StepTuner:
         """Return the workload of the current step."""
         return tuple((each, each.calls) for each in self._candidates() if each.calls and each.chosen is None)
 
-    def _end_round(self, workload: _Workload, is_undisturbed: bool) -> None:
+    def _end_round(self, workload: _Workload) -> None:
         """Add the time of the last step if its workload was the usual one, and begin the next round."""
         is_representative = all(each.is_representative for each, _ in workload)
         if workload != self._workload:
@@ -116,7 +112,7 @@ class StepTuner:
         else:
             self._other_steps = 0
             self._is_provisional &= not is_representative
-            if self._step_start is not None and is_representative and is_undisturbed:
+            if self._step_start is not None and is_representative:
                 self._seconds[workload].append(time.perf_counter() - self._step_start)
         if self._workload:
             self._begin_round()
