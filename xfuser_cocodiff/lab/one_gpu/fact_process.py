@@ -99,7 +99,7 @@ def _wait_for_end(leader: int) -> None:
 
 
 def _groups() -> Iterator[int]:
-    """Yield the process group of each process but zombies."""
+    """Yield the process group of each process except zombies."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
             state, _, group, *_ = stat.read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""NVIDIA's multi-process service (MPS), with which kernels of several ranks run at the same time."""
+"""NVIDIA's multi-process service (MPS), which runs kernels of several ranks concurrently."""
 
 import contextlib
 import os

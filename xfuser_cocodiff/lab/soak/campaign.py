@@ -38,7 +38,7 @@ class Campaign:
         self._is_first_job = True
 
     def run(self) -> Record:
-        """Run the campaign and return its record, also if it is interrupted or the machine has run out of something."""
+        """Run the campaign and return its record, also if it is interrupted or memory or disk run out."""
         try:
             self._run_items()
         except KeyboardInterrupt:
