@@ -180,6 +180,27 @@ def test_termination_is_an_interrupt_and_a_second_one_does_not_disturb_the_end()
         signal.signal(signal.SIGTERM, before)
 
 
+FORKS = """
+import os, pathlib, signal, sys
+from xfuser_cocodiff.cli import soak
+from xfuser_cocodiff.lab.soak.job import Job
+from xfuser_cocodiff.lab.soak.rank_worker import Settings
+
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, soak._interrupt)
+os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
+try:
+    Job(Settings(2), 60.0, folder)
+except KeyboardInterrupt:
+    print("interrupted", [*folder.iterdir()])
+"""
+
+
+def test_termination_while_ranks_are_forked_is_not_lost(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", FORKS, tmp_path], capture_output=True, text=True)
+    assert run.stdout == "interrupted []\n"
+
+
 @pytest.mark.slow  # the signal alone is quick
 def test_terminated_command_writes_its_record_and_leaves_nothing_behind(tmp_path: Path) -> None:
     (temporary := tmp_path / "tmp").mkdir()

@@ -49,17 +49,19 @@ class Job:
         self._shared_memory = _shared_memory()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        for rank in range(settings.ranks):
-            own, other = context.Pipe()
-            process = context.Process(
-                target=_run_rank,
-                args=(rank, settings, self.folder, other, [own, *self._pipes], os.getpid()),
-                daemon=True,
-            )
-            process.start()
-            other.close()
-            self._processes.append(process)
-            self._pipes.append(own)
+        try:
+            with _blocked_signals():
+                for rank in range(settings.ranks):
+                    own, other = context.Pipe()
+                    arguments = rank, settings, self.folder, other, [own, *self._pipes], os.getpid()
+                    process = context.Process(target=_run_rank, args=arguments, daemon=True)
+                    process.start()
+                    other.close()
+                    self._processes.append(process)
+                    self._pipes.append(own)
+        except BaseException:
+            self.end()
+            raise
 
     def run(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
         """Run a request on all ranks and return what came of it on each; no rank may take longer than the timeout."""
@@ -168,6 +170,16 @@ def _sessions() -> Iterator[tuple[int, int]]:
                 yield int(stat.parent.name), int(session)
 
 
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Hold back signals that ask to stop: Python ignores what their handlers raise while it forks."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, user_namespace.STOP_SIGNALS)
+
+
 def _shared_memory() -> set[str]:
     folder = Path("/dev/shm")
     return {file.name for file in folder.iterdir()} if folder.exists() else set()
@@ -186,6 +198,7 @@ def _run_rank(
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the command handles
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, user_namespace.STOP_SIGNALS)
     log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for output in (1, 2):
         os.dup2(log, output)
