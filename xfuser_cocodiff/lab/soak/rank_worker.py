@@ -2,11 +2,10 @@
 
 import contextlib
 import errno
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,13 +128,3 @@ def _full_disk(folder: Path) -> Iterator[None]:
 
     with mock.patch.object(os, "replace", full):
         yield
-
-
-def encode(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON values."""
-    return asdict(outcome)
-
-
-def fingerprint(outcomes: list[Outcome]) -> str:
-    """Return one short digest of the latents of all ranks."""
-    return hashlib.sha256(" ".join(str(each.digest) for each in outcomes).encode()).hexdigest()[:16]
