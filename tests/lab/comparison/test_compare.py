@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import slow
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.comparison import compare, launch, report
 from xfuser_cocodiff.xdit.launching import command_line
@@ -298,16 +297,14 @@ def test_launch_without_records_is_status_2(quick_script: Callable, capsys) -> N
     assert "no rank recorded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "started_by"),
-    [(signal.SIGINT, 130, "quick_script"), *(slow(*each, "script") for each in SIGNALS)],  # the latter by torchrun
-)
+@pytest.mark.slow  # a dozen processes import PyTorch
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
 def test_interrupt_stops_all_processes_and_keeps_the_baseline(
-    request: pytest.FixtureRequest, tmp_path: Path, number: signal.Signals, status: int, started_by: str
+    script: Callable, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     # Shells start background processes with SIGINT ignored, and the tests may run in one.
     heed_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    interrupted = [sys.executable, "-m", "xfuser_cocodiff.cli", *request.getfixturevalue(started_by)("--hang-plugin")]
+    interrupted = [sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang-plugin")]
     process = subprocess.Popen(interrupted, preexec_fn=heed_sigint, stdout=subprocess.PIPE, text=True)
     progress = tmp_path / "out/records/exact-1/progress.json"
     while launch.read_progress(progress) is None:

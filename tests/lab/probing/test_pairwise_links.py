@@ -58,8 +58,8 @@ def test_round_robin_pairs_all_ranks_exactly_once(size: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "speeds"),
     [
-        ("3x4", [1, 2]),
-        ("2x2x2", [1, 2, 4]),
+        slow("3x4", [1, 2]),
+        slow("2x2x2", [1, 2, 4]),
         ("2x2", [1, 3]),
         ("2x4", [5, 1]),  # an outer axis may be the faster one
     ],

@@ -74,7 +74,9 @@ def configs_in_turn(rank: int, cases: list[tuple], runner: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+@pytest.mark.parametrize(
+    "runner", [pytest.param(False, id="script"), pytest.param(True, id="xdit", marks=pytest.mark.slow)]
+)
 def test_config_is_the_same_on_every_rank(runner: bool) -> None:
     cases = [
         ([], {}, "none"),
