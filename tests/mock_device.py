@@ -11,6 +11,7 @@ Operations are counted if a device would have to launch something for them, stan
 """
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -128,9 +129,8 @@ class MockKernel:
 
 WRITTEN = {
     "_scores_kernel": ("scores",),
-    "_encode_kernel": ("payload", "new_reference", "sums"),
-    "_sums_kernel": ("energies", "gains"),
-    "_decode_kernel": ("new_reference", "target"),
+    "_encode_kernel": ("payload", "new_reference", "next_gains", "sums", "energies", "counters"),
+    "_decode_kernel": ("new_reference", "strided"),
 }
 """Arguments that each kernel writes; all other tensors are read."""
 
@@ -217,6 +217,8 @@ class MockDevice(TorchDispatchMode):
             for name in WRITTEN:
                 kernel = MockKernel(getattr(triton_kernels, name), self)
                 stack.enter_context(mock.patch.object(triton_kernels, name, kernel))
+            counters = functools.cache(triton_kernels._counters.__wrapped__)  # those of this device
+            stack.enter_context(mock.patch.object(triton_kernels, "_counters", counters))
             yield
 
     def launch(self, name: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
@@ -227,7 +229,10 @@ class MockDevice(TorchDispatchMode):
         agent.tick()
         self.launched[name] += 1
         self.grids.append((name, grid))
-        for argument, tensor in arguments.items():
+        by_name = [*arguments.items()]
+        for each in arguments.get("tensors", ()):  # of a message
+            by_name += each._asdict().items()
+        for argument, tensor in by_name:
             if isinstance(tensor, torch.Tensor):
                 self._access(agent, tensor, argument in WRITTEN[name], name)
 

@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.kernels.rows import MessagePart
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
@@ -101,9 +102,9 @@ def test_host_time_of_coding_is_per_tensor_and_of_residuals(monkeypatch: pytest.
     bits: list[float | None] = []
     original = codecs.kernels.encode
 
-    def encode(values: torch.Tensor, prediction: object, number: float | None, *rest: object) -> object:
-        bits.append(number)
-        return original(values, prediction, number, *rest)
+    def encode(parts: list[MessagePart]) -> object:
+        bits.extend(part.bits for part in parts)
+        return original(parts)
 
     def fastest(work: Callable[[], None], calls: int) -> float:
         bits.clear()

@@ -50,9 +50,9 @@ class Link:
             codecs.pack_active(active, mask)
             received_active = codecs.unpack_active(mask, groups, tokens, codec.num_active(tokens))
         payload = torch.empty(links, payload_bytes, dtype=torch.uint8)
-        codecs.encode(values, self.sent, codec, active, payload)
+        codecs.encode([codecs.CodedTensor(values, self.sent, codec, active, payload)])
         received = torch.empty_like(values)
-        codecs.decode(payload, self.received, codec, received_active, received)
+        codecs.decode([codecs.CodedTensor(received, self.received, codec, received_active, payload)])
         return received
 
 
@@ -162,9 +162,8 @@ def test_both_ends_agree_after_steps_that_send_nothing(predictor: float | str, i
 def test_error_of_unsent_values_is_reported() -> None:
     link, (first, second) = Link(), random_walk(steps=2)
     link.send(first, EXACT)
-    error = codecs.encode(
-        second, link.sent, Codec(token_fraction=0.0), None, torch.empty(len(second), 0, dtype=torch.uint8)
-    )
+    nothing = torch.empty(len(second), 0, dtype=torch.uint8)
+    [error] = codecs.encode([codecs.CodedTensor(second, link.sent, Codec(token_fraction=0.0), None, nothing)])
     assert error.error_energy.item() == pytest.approx((second - first).square().sum().item(), rel=1e-5)
     assert error.value_energy.item() == pytest.approx(second.square().sum().item(), rel=1e-5)
 

@@ -70,7 +70,7 @@ class Pairs:
         if repeated:
             codec, active = EXACT, None
         payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
-        codecs.encode(values, reference, codec, active, payload)
+        codecs.encode([codecs.CodedTensor(values, reference, codec, active, payload)])
         return values[0] if codec.is_exact else reference.predict(0.0)[0]
 
 
@@ -301,8 +301,8 @@ def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_co
         assert (used == keyframe_codec) is (step in (0, 3))
         active = active_tokens_for(layer_codecs, "v", HeadGroup(), values, used)
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
-        codecs.encode(values, link_state.sent, used, active, payload)
-        codecs.decode(payload, link_state.received, used, active, found)
+        codecs.encode([codecs.CodedTensor(values, link_state.sent, used, active, payload)])
+        codecs.decode([codecs.CodedTensor(found, link_state.received, used, active, payload)])
         assert torch.equal(found, link_state.sent.predict(0.0))
         assert torch.equal(found, values) or not used.is_exact
 

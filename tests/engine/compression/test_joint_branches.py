@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import Codec, Lead
+from xfuser_cocodiff.engine.compression.codecs import Codec, CodedTensor, Lead
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, joint_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
@@ -439,10 +439,11 @@ def test_error_of_a_following_branch_has_that_of_the_leading_one(weight: float) 
     def payload(codec: Codec) -> torch.Tensor:
         return torch.empty(1, codec.payload_bytes(leading.shape, leading.dtype), dtype=torch.uint8)
 
-    sent.error_energy = codecs.encode(leading, references[0], coarse, None, payload(coarse)).error_energy
+    [error] = codecs.encode([CodedTensor(leading, references[0], coarse, None, payload(coarse))])
+    sent.error_energy = error.error_energy
     lead, packed = Lead(references[0], weight, weight, sent), payload(fine)
-    reported = codecs.encode(following, references[1], fine, None, packed, None, lead)
+    [reported] = codecs.encode([CodedTensor(following, references[1], fine, None, packed, None, lead)])
     decoded = torch.empty_like(following)
-    codecs.decode(packed, references[2], fine, None, decoded, None, lead._replace(sent=None))
+    codecs.decode([CodedTensor(decoded, references[2], fine, None, packed, None, lead._replace(sent=None))])
     energy = (decoded - following).square().sum().item()
     assert reported.error_energy.item() == pytest.approx(energy, rel=0.05)

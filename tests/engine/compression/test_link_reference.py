@@ -2,7 +2,7 @@
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import CHANGE, EXACT, Codec, encode, select_tokens
+from xfuser_cocodiff.engine.compression.codecs import CHANGE, EXACT, Codec, CodedTensor, encode, select_tokens
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 
 SHAPE = 1, 1, 1, 8, 16
@@ -30,7 +30,7 @@ def test_change_is_that_since_a_lossless_step() -> None:
     def sent_tokens(values: torch.Tensor, codec: Codec) -> list[int]:
         active = select_tokens(values, reference, codec, seed=0) if codec.selects_tokens else None
         payload = torch.empty(1, codec.payload_bytes(SHAPE, values.dtype), dtype=torch.uint8)
-        encode(values, reference, codec, active, payload)
+        encode([CodedTensor(values, reference, codec, active, payload)])
         return active.indices.flatten().tolist() if active else []
 
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

@@ -81,8 +81,8 @@ def test_references_stay_equal_and_valid_whatever_the_precisions(is_int8: bool) 
     for step, precision in enumerate(order):
         values, codec = first + 0.02 * step * change, at_precision(own, precision)
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
-        codecs.encode(values, sent, codec, None, payload)
-        codecs.decode(payload, received, codec, None, found)
+        codecs.encode([codecs.CodedTensor(values, sent, codec, None, payload)])
+        codecs.decode([codecs.CodedTensor(found, received, codec, None, payload)])
         assert torch.equal(sent.predict(), received.predict())
         errors.setdefault(precision, []).append(float((found - values).norm() / values.norm()))
     assert errors[LOSSLESS] == [0.0] * 4

@@ -40,8 +40,8 @@ def run_steps(link_states: dict, schedule: CodecSchedule, dtype: torch.dtype, is
             values = torch.randn(SHAPE, generator=generator).to(dtype)
             active = codecs.select_tokens(values, link_state.sent, codec, 0) if codec.token_fraction < 1 else None
             payload = torch.empty(len(values), codec.payload_bytes(SHAPE, dtype), dtype=torch.uint8)
-            codecs.encode(values, link_state.sent, codec, active, payload)
-            codecs.decode(payload, link_state.received, codec, active, torch.empty_like(values))
+            codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, active, payload)])
+            codecs.decode([codecs.CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)])
 
 
 @pytest.mark.parametrize("is_int8", [False, True])

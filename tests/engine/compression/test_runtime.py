@@ -348,8 +348,8 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
         if step in bad_steps:
             values[0, 0, 1, 4, 7] = bad
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
-        error = codecs.encode(values, link_state.sent, codec, None, payload)
-        codecs.decode(payload, link_state.received, codec, None, found)
+        [error] = codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, None, payload)])
+        codecs.decode([codecs.CodedTensor(found, link_state.received, codec, None, payload)])
         layer_codecs.stats.quant_errors += [error] if error else []
         one.end_step()
         follows_bad = step in bad_steps or (step - 1 in bad_steps - found_exact and not codec.is_exact)

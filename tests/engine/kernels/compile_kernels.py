@@ -1,86 +1,92 @@
-"""Compile Triton's kernels for a GPU that need not be present, such as sm_90.
+"""Compile the kernels of messages for a GPU that need not be present, such as sm_90.
 
-    python tests/engine/kernels/compile_kernels.py 90
+    python -m tests.engine.kernels.compile_kernels 90
 
-Runs in its own process, since tests run the kernels by the interpreter. Prints the results as JSON: the products of
-each kernel, its number of fused multiply-adds, and the widths of its memory accesses.
+Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
+Triton backend would launch them with. Prints for each kernel as JSON: what is encoded, the products of the compiler,
+the number of fused multiply-adds, and the widths of memory accesses.
 """
 
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
+from tests.engine.kernels.case import Case
+from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.kernels import triton_kernels
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, MessagePart
 
-POINTERS = {"positions": "*i32", **dict.fromkeys(("scale_table", "sums", "scores", "energies"), "*fp32")}
-POINTERS |= {"gains": "*u8"}
-FLOATS = "reference_norm", "weight"
-VALUES = "values", "reference", "previous", "new_reference", "target", "base"
-DIVISIBLE = re.compile(r"stride_(?!sample)\w+|scales_offset")
-"""Arguments that are multiples of 16 at real sizes; Triton specializes kernels for these, as for aligned pointers."""
-NO_BASE = dict.fromkeys(("base", "weight", *(f"stride_base_{dim}" for dim in ("link", "group", "head", "token"))))
-"""Arguments of kernels without a base, which Triton compiles as constants."""
-CODING = {"dim": 128, "row_tokens": 1, "block_rows": 32, "predicts": True}
-
-
-def coding(bits: float | None, selects: bool) -> dict[str, dict]:
-    """Return the constants that a codec compiles the encode and decode kernels with."""
-    grid = triton_kernels._grid(bits)
-    byte_columns = triton.next_power_of_2(grid.per_byte)
-    block = triton.next_power_of_2(triton.cdiv(CODING["dim"], grid.per_byte)) * byte_columns
-    constants = {"levels": grid.levels, "per_byte": grid.per_byte, "level_width": grid.width}
-    constants |= {"byte_columns": byte_columns, "block": block, "has_prediction": bits is not None or selects}
-    constants |= {"selects_tokens": selects, "sends_gain": selects, **CODING}
-    return {"encode": {**constants, "by_maximum": grid.by_maximum}, "decode": constants}
+TOKENS, HEAD_DIM = 288, 128
+KERNELS = "_scores_kernel", "_encode_kernel", "_decode_kernel"
+CODED = (
+    *(((bits,), False, False) for bits in (1.6, 8)),
+    *(((2,), True, False), ((2.7,), True, True), ((1.6, 2, 1.6), False, True), ((None,), False, False)),
+)
+"""Messages: bits of each tensor, whether tokens are selected, and whether a base is subtracted."""
 
 
-def compiled(
-    kernel: triton.JITFunction, dtype: str, constants: dict, capability: int
-) -> triton.compiler.CompiledKernel:
-    """Compile a kernel for values of a type."""
-    types = {name: "i32" for name in kernel.arg_names} | POINTERS
-    types["payload"] = "*u8" if constants.get("levels") else f"*{dtype}"
-    types |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(VALUES, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
-    signature = {name: types[name] for name in kernel.arg_names}
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    divisible = [
-        index
-        for index, name in enumerate(kernel.arg_names)
-        if types[name].startswith("*") or (DIVISIBLE.fullmatch(name) and types[name] != "constexpr")
-    ]
-    attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+class Compiler:
+    """Context in which kernels are compiled for a GPU, and not launched.
+
+    Args:
+        capability: compute capability, such as 90.
+    """
+
+    def __init__(self, capability: int) -> None:
+        target = GPUTarget("cuda", capability, 32)
+        current = {"get_current_target": target, "get_current_device": 0, "get_current_stream": 0}
+        driver.set_active(SimpleNamespace(**{name: lambda *_, each=each: each for name, each in current.items()}))
+        self.compiled: list[triton.compiler.CompiledKernel] = []
+        for name in KERNELS:
+            setattr(triton_kernels, name, self._compiling(getattr(triton_kernels, name)))
+
+    def _compiling(self, kernel: triton.JITFunction) -> Any:
+        """Return a kernel that compiles when it is launched."""
+
+        def launcher(grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *values, **options: self.compiled.append(kernel.warmup(*values, grid=grid, **options))
+
+        compiling = MagicMock()
+        compiling.__getitem__.side_effect = launcher
+        return compiling
+
+    def run(self, dtype: torch.dtype, bits: tuple[float | None, ...], selects: bool, based: bool) -> Iterator[dict]:
+        """Yield what is known of the kernels of a message."""
+        case, known = Case(dtype, range(1), dim=HEAD_DIM, tokens=TOKENS), any(bits) or selects
+        active, prediction = case.active(TOKENS // 2 if selects else None), case.prediction(0.5) if known else None
+        base = case.base(1.0) if based else None
+        codecs = [Codec(each, 0.5 if selects else 1.0) for each in bits]
+        sizes = [codec.payload_bytes(case.reference.shape, dtype) + GAIN_BYTES * known for codec in codecs]
+        payloads = [torch.empty(3, -(-size // 64) * 64, dtype=torch.uint8)[:, :size] for size in sizes]
+        parts = [
+            MessagePart(case.values, prediction, each, active, payload, case.local_slots, known, base)
+            for each, payload in zip(bits, payloads, strict=True)
+        ]
+        self.compiled.clear()
+        triton_kernels.encode_all(parts)
+        triton_kernels.decode_all([part._replace(values=case.target) for part in parts])
+        if prediction:
+            triton_kernels.scores(case.values, prediction, case.local_slots, base)
+        for kernel in self.compiled:
+            ptx = kernel.asm["ptx"]
+            widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(?:cg\.)?(\w+(?:\.\w+)?)", ptx)))
+            found = {"kernel": kernel.metadata.name, "type": str(dtype), "bits": bits, "selects": selects}
+            yield found | {"base": based, "products": sorted(kernel.asm), "fused": ptx.count("fma."), "widths": widths}
 
 
 def main() -> None:
-    capability, found = int(sys.argv[1]), []
-    for dtype in ("bf16", "fp32"):
-        scoring = {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}
-        kernels = [
-            (triton_kernels._scores_kernel, scoring),
-            (triton_kernels._scores_kernel, NO_BASE | scoring),
-            (triton_kernels._sums_kernel, {"predicts": True, "block": 1024}),
-        ]
-        for bits, selects, base in (
-            *((2, True, NO_BASE), (2, True, {}), (8, False, NO_BASE), (8, False, {}), (1.6, False, NO_BASE)),
-            *((2.7, True, NO_BASE), (None, True, NO_BASE), (None, False, NO_BASE)),
-        ):
-            how = coding(bits, selects)
-            kernels.append((triton_kernels._encode_kernel, base | how["encode"]))
-            kernels.append((triton_kernels._decode_kernel, base | how["decode"]))
-        for kernel, constants in kernels:
-            asm = compiled(kernel, dtype, constants, capability).asm
-            widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(\w+(?:\.\w+)?)", asm["ptx"])))
-            has_base = "base" in kernel.arg_names and "base" not in constants
-            result = {"kernel": kernel.__name__, "type": dtype, "base": has_base, "products": sorted(asm)}
-            result["has_gaps"] = constants.get("per_byte", 1) != constants.get("byte_columns", 1)
-            found.append({**result, "fused": asm["ptx"].count("fma."), "widths": widths})
-    print(json.dumps(found))
+    compiler = Compiler(int(sys.argv[1]))
+    messages = [(torch.bfloat16, *message) for message in CODED] + [(torch.float32, *CODED[0])]
+    print(json.dumps([row for message in messages for row in compiler.run(*message)]))
 
 
 if __name__ == "__main__":

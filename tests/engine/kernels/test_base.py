@@ -16,6 +16,7 @@ from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_STEPS,
     ActiveTokens,
     Base,
+    MessagePart,
     Prediction,
     remote_slots,
     sample_stride,
@@ -216,17 +217,17 @@ def test_a_base_that_does_not_fit_is_refused() -> None:
     payload = torch.zeros(3, 8, dtype=torch.uint8, device=DEVICE)
     in_slots = torch.zeros(3, *base.values.shape[1:], device=DEVICE)
     for other in (base._replace(values=in_slots), base._replace(values=base.values.double())):
-        with pytest.raises(ValueError, match="a base of"):
-            kernels.encode(case.values, prediction, 2, None, payload, SECOND, False, other)
-        with pytest.raises(ValueError, match="a base of"):
-            kernels.decode(payload, prediction, 2, None, case.target, SECOND, False, other)
+        part = MessagePart(case.values, prediction, 2, None, payload, SECOND, False, other)
+        for kernel in (kernels.encode, kernels.decode):
+            with pytest.raises(ValueError, match="a base of"):
+                kernel([part])
         with pytest.raises(ValueError, match="a base of"):
             kernels.scores(case.values, prediction, SECOND, other)
     for known in (prediction, None):
-        with pytest.raises(ValueError, match="sent unchanged"):
-            kernels.encode(case.values, known, None, None, payload, SECOND, False, base)
-        with pytest.raises(ValueError, match="sent unchanged"):
-            kernels.decode(payload, known, None, None, case.target, SECOND, False, base)
+        part = MessagePart(case.values, known, None, None, payload, SECOND, False, base)
+        for kernel in (kernels.encode, kernels.decode):
+            with pytest.raises(ValueError, match="sent unchanged"):
+                kernel([part])
 
 
 def test_a_gain_travels_with_a_base(backend) -> None:

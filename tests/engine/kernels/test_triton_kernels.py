@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.kernels.case import HAS_GPU
+from tests.engine.kernels.case import DEVICE, HAS_GPU, SECOND, Case
 from xfuser_cocodiff.engine.compression.codecs import Codec
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Base, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, MessagePart, Prediction
 
 
 @pytest.mark.slow  # the interpreter runs the same kernels above
@@ -28,17 +28,12 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "encode", "sums", "decode")}
-    assert {row["kernel"] for row in found if row["base"]} == {"_scores_kernel", "_encode_kernel", "_decode_kernel"}
+    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "encode", "decode")}
     for row in found:
         assert "cubin" in row["products"]
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
-        # Only rows with gaps, and the few sums, are accessed value by value.
-        assert (
-            row["has_gaps"]
-            or row["kernel"] == "_sums_kernel"
-            or ("v4.b32" in row["widths"] and "b16" not in row["widths"])
-        )
+        has_gaps = {1.6, 2.7}.intersection(row["bits"])  # only these rows are accessed value by value
+        assert has_gaps or ("v4.b32" in row["widths"] and "b16" not in row["widths"]), row
 
 
 class LastProgram:
@@ -60,6 +55,11 @@ class LastProgram:
         def store(_, pointers, value, mask, *rest):
             self.addresses["written"].append(pointers.data[mask.data])
 
+        def count(_, operation, pointers, *rest):  # the program is not the last one
+            dtype = pointers.get_element_ty()
+            return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(dtype)), dtype)
+
+        monkeypatch.setattr(builder, "create_atomic_rmw", count)
         monkeypatch.setattr(builder, "create_masked_load", load)
         monkeypatch.setattr(builder, "create_masked_store", store)
         monkeypatch.setattr(
@@ -77,6 +77,61 @@ class LastProgram:
         offsets = np.concatenate(self.addresses[access]).astype(np.int64) - begin
         inside = offsets[(offsets >= 0) & (offsets < size)]
         return len(inside) > 0 and inside.max() == size - tensor.itemsize
+
+
+def parts_of(case: Case) -> list[MessagePart]:
+    """Return four tensors of a message, each encoded in another way."""
+    active, prediction = case.active(5), case.prediction(0.5)
+    base, parts = case.base(1.25), []
+    for bits, selected, known, sends_gain, other in (
+        (1.6, active, prediction, True, None),
+        (2, None, case.prediction(), False, base),
+        (None, None, None, False, None),
+        (2.7, None, prediction, False, base),
+    ):
+        size = Codec(bits, 5 / 11 if selected else 1.0).payload_bytes(case.reference.shape, case.values.dtype)
+        payload = torch.zeros(len(case.values), size + GAIN_BYTES * sends_gain, dtype=torch.uint8, device=DEVICE)
+        parts.append(MessagePart(case.values, known, bits, selected, payload, case.local_slots, sends_gain, other))
+    return parts
+
+
+def test_one_launch_encodes_and_decodes_all_tensors_of_a_message(triton_kernels) -> None:
+    """Equal what a launch for each tensor gives, energies and gains included, in any order of launches."""
+    case = Case(torch.bfloat16, SECOND)
+    alone, together = parts_of(case), parts_of(case)
+    expected = [triton_kernels.encode(*part) for part in alone]
+    assert sum(result.gains is not None for result in expected) == 2
+    for _ in range(2):
+        for part, result, other, other_result in zip(
+            together, triton_kernels.encode_all(together), alone, expected, strict=True
+        ):
+            assert torch.equal(part.payload, other.payload)
+            for found, wanted in zip(result, other_result, strict=True):
+                assert found is wanted is None or torch.equal(found, wanted)
+    targets = [part._replace(values=torch.zeros_like(case.target)) for part in together]
+    for part, result, reference in zip(targets, expected, triton_kernels.decode_all(targets), strict=True):
+        assert torch.equal(reference, result.reference) and part.values.any()
+
+
+def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has counted and was not followed by the others must not leave its count."""
+    case = Case(torch.bfloat16, SECOND, tokens=200)
+    how = case.prediction(0.5), 2, None
+    _, expected = case.encoded(triton_kernels, *how)
+
+    class Interrupted:
+        def __getitem__(self, grid: tuple[int, ...]):
+            def launch(tensors, scale_table, sums, energies, counters, **_):
+                counters[0] = 1
+                raise KeyboardInterrupt
+
+            return launch
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(triton_kernels, "_encode_kernel", Interrupted())
+        case.encoded(triton_kernels, *how)
+    _, found = case.encoded(triton_kernels, *how)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records addresses by the interpreter, which runs without a GPU only")

@@ -13,7 +13,7 @@ import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression.codecs import Codec, decode, encode
+from xfuser_cocodiff.engine.compression.codecs import Codec, CodedTensor, decode, encode
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology import devices
@@ -136,8 +136,8 @@ class Probe:
             reference.advance(torch.zeros_like(values), keeps_previous=False)
 
         def encode_and_decode() -> None:
-            encode(values, sent, _CODEC, None, payload)
-            decode(payload, received, _CODEC, None, target)
+            encode([CodedTensor(values, sent, _CODEC, None, payload)])
+            decode([CodedTensor(target, received, _CODEC, None, payload)])
 
         return values.nbytes / self._fastest(encode_and_decode, _CODED_CALLS[is_asynchronous])
 

@@ -26,7 +26,7 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, row_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, EncodeResult, MessagePart, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.engine.topology import devices
 
@@ -211,7 +211,7 @@ def select_tokens(
         scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
         reference.last_values = values.clone(memory_format=torch.contiguous_format)
     else:
-        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots, _base(lead))
+        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots, lead.base if lead else None)
     count = codec.num_active(tokens)
     mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
     return ActiveTokens(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
@@ -226,42 +226,71 @@ class QuantError(NamedTuple):
     """Sum of squared values."""
 
 
-def encode(
-    values: torch.Tensor,
-    reference: LinkReference,
-    codec: Codec,
-    active: ActiveTokens | None,
-    payload: torch.Tensor,
-    local_slots: range | None = None,
-    lead: Lead | None = None,
-) -> QuantError | None:
-    """Encode values into a payload, and advance the sender's reference to the values that the receiver decodes.
+class CodedTensor(NamedTuple):
+    """A tensor at one end of its links, and how it is coded."""
+
+    values: torch.Tensor
+    """(P, G, H, T, D), of any strides: the values to encode, or the target that decoded values are written to."""
+    reference: LinkReference
+    """Reference at this end; the sender's must fit the values unless the codec is stateless."""
+    codec: Codec
+    """Codec of the sender."""
+    active: ActiveTokens | None
+    """Tokens that are sent; None for all."""
+    payload: torch.Tensor
+    """uint8 (P, n); see :class:`rows.MessagePart`."""
+    local_slots: range | None = None
+    """Slots of this rank, which are skipped; None for none."""
+    lead: Lead | None = None
+    """Leading branch that the reference was prepared for; None if there is none."""
+
+    def part(self) -> MessagePart:
+        """Return what the kernels need."""
+        codec, base = self.codec, self.lead.base if self.lead else None
+        prediction = _prediction(codec, self.reference, self.values, self.local_slots)
+        how = prediction, codec.bits, self.active, self.payload, self.local_slots, codec.sends_gain, base
+        return MessagePart(self.values, *how)
+
+    def advance(self, reference: torch.Tensor) -> None:
+        """Advance the reference to what the receiver decodes, (L, G, H, T, D)."""
+        weight = self.lead.weight if self.lead else 0.0
+        self.reference.advance(reference, bool(self.codec.predictor), weight)
+
+
+def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
+    """Encode tensors into their payloads, and advance the sender's references to the values that receivers decode.
 
     Args:
-        values: (P, G, H, T, D).
-        reference: the sender's; must fit the values unless the codec is stateless.
-        codec: how to encode.
-        active: tokens that are sent; None for all.
-        payload: uint8 (P, n), written; see :func:`kernels.encode`.
-        local_slots: slots of this rank, which are skipped; None for none.
-        lead: leading branch that the reference was prepared for; None if there is none.
+        tensors: all on one device; a leading branch before those that follow it.
 
     Returns:
-        The reconstruction error, or None if the codec is lossless.
+        The reconstruction error of each, or None if its codec is lossless.
     """
-    if codec.sends_nothing:
-        reference.advance_unsent(codec.predictor)
-        remote = rows.remote_slots(values, local_slots)
-        return QuantError(energy(remote - decoded_values(reference, lead)), energy(remote))
-    base, prediction = _base(lead), _prediction(codec, reference, values, local_slots)
-    result = kernels.encode(values, prediction, codec.bits, active, payload, local_slots, codec.sends_gain, base)
-    reference.advance(result.reference, bool(codec.predictor), base.weight if base else 0.0)
+    parts = [tensor.part() for tensor in tensors if not tensor.codec.sends_nothing]
+    results = iter(kernels.encode(parts) if parts else ())
+    return [
+        _advance_unsent(tensor) if tensor.codec.sends_nothing else _advance_sent(tensor, next(results))
+        for tensor in tensors
+    ]
+
+
+def _advance_unsent(tensor: CodedTensor) -> QuantError:
+    """Advance the sender's reference of a tensor that is not sent, and return its error."""
+    tensor.reference.advance_unsent(tensor.codec.predictor)
+    remote = rows.remote_slots(tensor.values, tensor.local_slots)
+    return QuantError(energy(remote - decoded_values(tensor.reference, tensor.lead)), energy(remote))
+
+
+def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError | None:
+    """Advance the sender's reference of a tensor that was encoded, and return its error."""
+    reference, lead = tensor.reference, tensor.lead
+    tensor.advance(result.reference)
     reference.gains = reference.gains if result.gains is None else result.gains
-    if codec.is_stateless:
+    if tensor.codec.is_stateless:
         reference.last_values = None  # the reference is of this step
     error_energy = result.error_energy
     if error_energy is not None:
-        error_energy = _error_energy(error_energy, values, reference, local_slots, lead)
+        error_energy = _error_energy(error_energy, tensor.values, reference, tensor.local_slots, lead)
     if lead:
         lead.rebase(reference, lead.next_weight)
     return None if error_energy is None else QuantError(error_energy, result.value_energy)
@@ -290,39 +319,23 @@ def _error_energy(
     return energy_of_coded + lead.weight**2 * lead.sent.error_energy  # both errors are independent
 
 
-def decode(
-    payload: torch.Tensor,
-    reference: LinkReference,
-    codec: Codec,
-    active: ActiveTokens | None,
-    target: torch.Tensor,
-    local_slots: range | None = None,
-    lead: Lead | None = None,
-) -> None:
-    """Decode a payload into the target, and advance the receiver's reference to the decoded values.
+def decode(tensors: Sequence[CodedTensor]) -> None:
+    """Decode payloads into the values of each tensor, and advance the receiver's references to them.
 
     Args:
-        payload: uint8 (P, n), as :func:`encode` writes it.
-        reference: the receiver's.
-        codec: the sender's.
-        active: the sender's active tokens; None for all.
-        target: (P, G, H, T, D), of any strides, written.
-        local_slots: slots of this rank, which are skipped; None for none.
-        lead: leading branch that the reference was prepared for; None if there is none.
+        tensors: all on one device. None may follow another of them.
     """
-    if codec.sends_nothing:
-        reference.advance_unsent(codec.predictor)
-        rows.write_remote_slots(target, decoded_values(reference, lead), local_slots)
-        return
-    base, prediction = _base(lead), _prediction(codec, reference, target, local_slots)
-    decoded = kernels.decode(payload, prediction, codec.bits, active, target, local_slots, codec.sends_gain, base)
-    reference.advance(decoded, bool(codec.predictor), base.weight if base else 0.0)
-    if lead:
-        lead.rebase(reference, lead.next_weight)
-
-
-def _base(lead: Lead | None) -> Base | None:
-    return lead.base if lead else None
+    parts = [tensor.part() for tensor in tensors if not tensor.codec.sends_nothing]
+    decoded = iter(kernels.decode(parts) if parts else ())
+    for tensor in tensors:
+        if tensor.codec.sends_nothing:
+            tensor.reference.advance_unsent(tensor.codec.predictor)
+            decoded_tensor = decoded_values(tensor.reference, tensor.lead)
+            rows.write_remote_slots(tensor.values, decoded_tensor, tensor.local_slots)
+            continue
+        tensor.advance(next(decoded))
+        if tensor.lead:
+            tensor.lead.rebase(tensor.reference, tensor.lead.next_weight)
 
 
 def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, CodedTensor, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     Joint,
     LayerCodecs,
@@ -111,18 +111,18 @@ class Message:
         """
         buffer, stats = self._new_buffer(), self._layer_codecs.stats
         stats.sent_bytes += self._copies * self._links * buffer.shape[1]
-        errors: list[QuantError] = []
+        tensors: dict[str, CodedTensor] = {}
         for name, mask, payload in self._sections(buffer):
-            tokens = active.get(name)
+            tokens, joint = active.get(name), self._joints[name]
             if mask.nbytes and tokens:
                 codecs.pack_active(tokens, mask, self._unsent_slots)
-            values, link_state, joint = self._by_name[name], self._link_state(name), self._joints[name]
-            lead = joint.at_sender() if joint else None
-            codec = self._codecs[name]
-            error = codecs.encode(values, link_state.sent, codec, tokens, payload, self._unsent_slots, lead)
+            how = self._link_state(name).sent, self._codecs[name], tokens, payload, self._unsent_slots
+            tensors[name] = CodedTensor(self._by_name[name], *how, joint.at_sender() if joint else None)
+        errors: list[QuantError] = []
+        for name, error in zip(tensors, codecs.encode(list(tensors.values())), strict=True):
             if error:
                 errors.append(error)
-                link_state.note_error(error)
+                self._link_state(name).note_error(error)
         stats.quant_errors += errors
         if _carries_flag(buffer):
             buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, errors)) else _NOT_FINITE)
@@ -154,12 +154,16 @@ class Message:
         for name, lead in leads.items():
             if lead:
                 lead.prepare(self._link_state(name).received, self._codecs[name])
+        leading: list[CodedTensor] = []
+        following: list[CodedTensor] = []
         for name, _, payload in self._sections(received):
             codec, link_state = self._codecs[name], self._link_state(name)
             link_state.in_flight = False
             active = self._received_tokens(name) if codec.selects_tokens else None
-            target, lead = target_of[name], leads[name]
-            codecs.decode(payload, link_state.received, codec, active, target, self._local_slots, lead)
+            how = link_state.received, codec, active, payload, self._local_slots, leads[name]
+            (following if name[1:] else leading).append(CodedTensor(target_of[name], *how))
+        for tensors in (leading, following):  # the values of a leading branch are added to those that follow it
+            codecs.decode(tensors)
         self._join_copies(targets, target_of)
 
     def _branches_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

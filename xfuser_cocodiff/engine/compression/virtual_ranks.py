@@ -21,7 +21,7 @@ from torch.nn import functional
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.codecs import EXACT
+from xfuser_cocodiff.engine.compression.codecs import EXACT, CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     LayerCodecs,
     active_tokens_for,
@@ -264,7 +264,7 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
     layer_codecs.note_sent(name, ALL_HEADS, values, None)
     sizes = codecs.section_bytes(codec, name, values.shape, values.dtype)
     payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
-    error = codecs.encode(values, reference, codec, active, payload, lead=lead)
+    [error] = codecs.encode([CodedTensor(values, reference, codec, active, payload, lead=lead)])
     stats.sent_bytes += copies * len(values) * sum(map(codecs.aligned, sizes))
     stats.exact_bytes += copies * values.nbytes
     if error:
@@ -274,6 +274,6 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         stats.repeated += 1
         link_state.drop_kept()
         payload, lead = torch.empty_like(values).flatten(1).view(torch.uint8), lead and lead.alone()
-        codecs.encode(values, reference, EXACT, None, payload, lead=lead)
+        codecs.encode([CodedTensor(values, reference, EXACT, None, payload, lead=lead)])
         return values
     return values if codec.is_exact else codecs.decoded_values(reference, lead)

@@ -1,8 +1,8 @@
 """Kernels that score, encode and decode rows of values for the codecs, as Triton, Numba and PyTorch backends.
 Input: tensors of any strides, the prediction that both ends of a link share, and the bits per value.
 Output: payload bytes, decoded values, new link references and their error.
-Public: `scores`, `encode`, `decode`, `use`, `resolve`, `prepare`, `rows.Prediction`, `rows.ActiveTokens`,
-`rows.Base`.
+Public: `scores`, `encode`, `decode`, `use`, `resolve`, `prepare`, `rows.MessagePart`, `rows.Prediction`,
+`rows.ActiveTokens`, `rows.Base`.
 """
 
 import functools
@@ -11,12 +11,13 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Base, EncodeResult, Prediction, check_base
+from xfuser_cocodiff.engine.kernels.rows import Base, EncodeResult, MessagePart, Prediction, check_base
 from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
@@ -132,68 +133,44 @@ def scores(
     return _kernels(values.device).scores(values, prediction, local_slots, base)
 
 
-def encode(
-    values: torch.Tensor,
-    prediction: Prediction | None,
-    bits: float | None,
-    active: ActiveTokens | None,
-    payload: torch.Tensor,
-    local_slots: range | None = None,
-    sends_gain: bool = False,
-    base: Base | None = None,
-) -> EncodeResult:
-    """Encode values as the quantized residual to their prediction, and write the payload.
+def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
+    """Encode the tensors of a message as quantized residuals to their predictions, and write the payloads.
 
     Args:
-        values: (P, G, H, T, D), of any strides.
-        prediction: inputs of the prediction, the same at both ends; None to send all values unchanged. The reference
-            then has zeros where values are not finite.
-        bits: bits per value of the residual, one of quantize.GRIDS; None to send the values themselves.
-        active: tokens that are sent; None for all.
-        payload: uint8 (P, n), written except for the local slots: the levels of all rows, then their scales; with
-            `bits` None the values. Rows may have gaps between them and begin at a multiple of a value's size.
-        local_slots: slots of this rank, which are skipped; None for none.
-        sends_gain: whether the payload ends with GAIN_BYTES bytes that carry the gain.
-        base: values whose difference is encoded; the prediction is one of the difference. None to encode the values
-            themselves. The payload has the same form.
+        parts: the tensors, all on one device.
 
     Raises:
-        ValueError: a base that does not fit the values, or with `bits` None.
+        ValueError: a base that does not fit its values, or with `bits` None.
     """
-    if base is not None:
-        check_base(base, bits, values, local_slots)
-    return _kernels(values.device).encode(values, prediction, bits, active, payload, local_slots, sends_gain, base)
+    kernels = _checked(parts)
+    if hasattr(kernels, "encode_all"):
+        return kernels.encode_all(parts)
+    return [kernels.encode(*part) for part in parts]
 
 
-def decode(
-    payload: torch.Tensor,
-    prediction: Prediction | None,
-    bits: float | None,
-    active: ActiveTokens | None,
-    target: torch.Tensor,
-    local_slots: range | None = None,
-    sends_gain: bool = False,
-    base: Base | None = None,
-) -> torch.Tensor:
-    """Decode a payload into the target.
+def decode(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
+    """Decode payloads, as :func:`encode` writes them, into the values of each part, except for the local slots.
 
     Args:
-        payload: uint8 (P, n), as :func:`encode` writes it.
-        prediction: the sender's; with `sends_gain` its gains are read from the payload instead.
-        bits: as passed to :func:`encode`.
-        active: the sender's active tokens.
-        target: (P, G, H, T, D), of any strides; the values are written here, except for the local slots.
-        local_slots: slots of this rank, which are skipped; None for none.
-        sends_gain: as passed to :func:`encode`.
-        base: values that are added to the decoded difference, such as the decoded values of the sender's base; the sum
-            is computed in float32 and rounded to the target's type. None if the sender had none.
+        parts: as passed to :func:`encode`, but for the values. None may need the decoded values of another.
 
     Returns:
-        The receiver's new link reference, (L, G, H, T, D); with a base, the decoded difference.
+        The receiver's new link reference of each part, (L, G, H, T, D); with a base, the decoded difference.
 
     Raises:
-        ValueError: a base that does not fit the target, or with `bits` None.
+        ValueError: a base that does not fit its values, or with `bits` None.
     """
-    if base is not None:
-        check_base(base, bits, target, local_slots)
-    return _kernels(payload.device).decode(payload, prediction, bits, active, target, local_slots, sends_gain, base)
+    kernels = _checked(parts)
+    if hasattr(kernels, "decode_all"):
+        return kernels.decode_all(parts)
+    return [
+        kernels.decode(part.payload, part.prediction, part.bits, part.active, part.values, *part[5:]) for part in parts
+    ]
+
+
+def _checked(parts: Sequence[MessagePart]) -> ModuleType:
+    """Return the module of the backend for parts, after a check of their bases."""
+    for part in parts:
+        if part.base is not None:
+            check_base(part.base, part.bits, part.values, part.local_slots)
+    return _kernels(parts[0].values.device)

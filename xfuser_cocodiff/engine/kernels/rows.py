@@ -65,6 +65,32 @@ class Base(NamedTuple):
     """Weight of the base in the difference."""
 
 
+class MessagePart(NamedTuple):
+    """A tensor of a message, and how it is encoded."""
+
+    values: torch.Tensor
+    """(P, G, H, T, D), of any strides: the values to encode, or the target that decoded values are written to."""
+    prediction: Prediction | None
+    """Prediction of the values, the same at both ends; None to send all values unchanged. The reference then has zeros
+    where values are not finite."""
+    bits: float | None
+    """Bits per value of the residual, one of quantize.GRIDS; None to send the values themselves."""
+    active: ActiveTokens | None
+    """Tokens that are sent; None for all."""
+    payload: torch.Tensor
+    """uint8 (P, n); the local slots are not accessed. The levels of all rows, then their scales; with `bits` None the
+    values. Slots may have gaps between them and begin at a multiple of a value's size."""
+    local_slots: range | None = None
+    """Slots of this rank, which are skipped; None for none."""
+    sends_gain: bool = False
+    """Whether the payload ends with GAIN_BYTES bytes that carry the gain, which the receiver uses in place of those of
+    its prediction."""
+    base: Base | None = None
+    """Values whose difference is encoded; the prediction is one of the difference. The receiver adds its own, such as
+    the decoded values of the sender's base, in float32, and rounds the sum to the type of the values. None to encode
+    the values themselves. The payload has the same form."""
+
+
 GAIN_STEPS = 32
 """Number of steps between a gain of 0 and a gain of 1."""
 GAIN_BYTES = 8

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.lab.accelerator import op_cost
@@ -21,7 +22,7 @@ class TritonKernels:
         module: the module of the kernels.
     """
 
-    NAMES = ("_scores_kernel", "_encode_kernel", "_sums_kernel", "_decode_kernel")
+    NAMES = ("_scores_kernel", "_encode_kernel", "_decode_kernel")
 
     def __init__(self, clock: Clock, module: ModuleType) -> None:
         self._clock, self._module, self._stack = clock, module, contextlib.ExitStack()
@@ -43,7 +44,7 @@ class _TritonKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*values: Any, **_: Any) -> None:
-            moved = op_cost.moved_bytes(value for value in values if isinstance(value, torch.Tensor))
+            moved = op_cost.moved_bytes(value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
             self._clock.launch(self._clock.accelerator.kernel_seconds(moved))
 
         return launch

@@ -24,7 +24,7 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Base, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Base, MessagePart, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -156,10 +156,10 @@ def kernel_calls(
         return kernels.scores(values, prediction, local_slots)
 
     def encode(active: ActiveTokens | None, payload: torch.Tensor, base: Base | None = None) -> object:
-        return kernels.encode(values, prediction, bits, active, payload, local_slots, base=base)
+        return kernels.encode([MessagePart(values, prediction, bits, active, payload, local_slots, base=base)])
 
     def decode(base: Base | None = None) -> object:
-        return kernels.decode(payload, prediction, bits, None, target, local_slots, base=base)
+        return kernels.decode([MessagePart(target, prediction, bits, None, payload, local_slots, base=base)])
 
     return [
         Timed("scores", scores, 3 * full),
