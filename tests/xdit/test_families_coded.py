@@ -18,7 +18,8 @@ from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES, LONG_CONTEXT
-from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.attention import ulysses
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import Codec
@@ -111,11 +112,11 @@ class Coding:
         session = active()
         self.runtime = session.runtime
         session.runs.begin(STEPS)
-        self.gathered, start = set(), kv_gather.start
-        noting = lambda tensors, partition, label, *given: (  # noqa: E731
-            self.gathered.add(label.layer) or start(tensors, partition, label, *given)
+        self.gathered, gathered = set(), UlyssesAttention._gathered
+        noting = lambda call, tensors, partition, label: (  # noqa: E731
+            self.gathered.add(label.layer) or gathered(call, tensors, partition, label)
         )
-        with mock.patch.object(kv_gather, "start", noting):
+        with mock.patch.object(UlyssesAttention, "_gathered", noting):
             return self.small.denoise(STEPS, session.runs.end_step)
 
     def run_bits(self) -> "list[BitsRun]":
@@ -236,41 +237,37 @@ class Messages:
     """Computes expected bytes on slow axes from the sizes of all coded exchanges."""
 
     def __init__(self) -> None:
-        from xfuser_cocodiff.engine.compression import coded_all_gather, coded_all_to_all
+        from xfuser_cocodiff.engine.compression import coded_all_to_all
         from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 
         self.exchanges: dict[tuple, tuple[dict, list]] = {}
         start, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
-        gather = coded_all_gather._gather_encoded
+        gather = ulysses.gather
 
         def recorded_codecs(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
             self._call, self._step = (layer, key, branch), runtime.step
             return layer_codecs(runtime, layer, key, branch, *given)
 
-        def recorded_start(
-            pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, group: Any, *more: Any
-        ) -> Any:
-            partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", group)
+        def recorded_start(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, *more: Any) -> Any:
+            partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", label.head_group)
             shapes, flags = self.exchanges.setdefault(key, ({}, []))
             links = (partition.num_slow - 1) * (partition.num_fast if layer_codecs.single_stage else 1)
             for name, piece in zip(label.tensors, pieces, strict=True):
                 batch, *rest = piece.shape[-4:]
                 shapes[name] = (links, batch * (1 if layer_codecs.single_stage else partition.num_fast), *rest)
             flags.append(codecs.aligned(1))
-            return start(pieces, targets, mesh, layer_codecs, label, group, *more)
+            return start(pieces, targets, mesh, layer_codecs, label, *more)
 
-        def recorded_gather(
-            names: str, tensors: Any, targets: Any, partition: Any, group: Any, layer_codecs: Any
-        ) -> None:
-            shapes, flags = self.exchanges.setdefault((self._step, self._call, False, group), ({}, []))
-            shapes |= {
-                name: (partition.num_slow - 1, *tensor.shape) for name, tensor in zip(names, tensors, strict=True)
-            }
-            flags.append(codecs.aligned(1))
-            gather(names, tensors, targets, partition, group, layer_codecs)
+        def recorded_gather(tensors: Any, mesh: Any, label: Any, layer_codecs: Any) -> Any:
+            if layer_codecs:
+                key, links = (self._step, self._call, False, label.head_group), mesh.topology.size - 1
+                shapes, flags = self.exchanges.setdefault(key, ({}, []))
+                shapes |= {name: (links, *each.shape) for name, each in zip(label.tensors, tensors, strict=True)}
+                flags.append(codecs.aligned(1))
+            return gather(tensors, mesh, label, layer_codecs)
 
         coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs
-        coded_all_gather._gather_encoded = recorded_gather
+        ulysses.gather = recorded_gather
 
     def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
         """Return coded and lossless bytes of each step by a schedule, and forget the exchanges."""

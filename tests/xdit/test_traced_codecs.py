@@ -12,7 +12,7 @@ from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
-from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -105,16 +105,16 @@ class TwoLayers:
     @torch.no_grad()
     def run(self, session: Session) -> list[torch.Tensor]:
         """Return the outputs of a declared run."""
-        results, gather = [], kv_gather.start
+        results, gathered = [], UlyssesAttention._gathered
         self.gathered.clear()
         self.gathering.clear()
 
-        def noting(tensors: list, partition: Any, label: Label, *given: Any) -> Any:
+        def noting(call: UlyssesAttention, tensors: list, partition: Any, label: Label) -> Any:
             self.gathered.append(label.tensors)
             self.gathering.append(label.layer)
-            return gather(tensors, partition, label, *given)
+            return gathered(call, tensors, partition, label)
 
-        with mock.patch.object(kv_gather, "start", noting):
+        with mock.patch.object(UlyssesAttention, "_gathered", noting):
             session.runs.begin(STEPS)
             for number in range(STEPS):
                 hidden_states = self._given["hidden_states"] * (1 + 0.2 * number)
@@ -277,21 +277,21 @@ def test_compiled_graphs_keep_memory_budget_and_maximum_error() -> None:
 
 def run_with_nan(rank: int, plan: Plan) -> tuple[list[bool], bool]:
     """Return whether each step of a run with NaN at its third was repeated, and whether the next run is sound."""
-    from xfuser_cocodiff.engine.attention import kv_gather, reshard
+    from xfuser_cocodiff.engine.attention import reshard, ulysses
 
     run = LossyRun(rank, 2, "FLUX.1-dev")
     run.use_mode("balanced", "node=2", plan=plan)
     compile_transformer(run, "whole")
     healthy = run()
-    sender, runtime = kv_gather if plan.gathers_kv else reshard.coded_all_to_all, run.runtime
-    start = sender.start
+    sender, name = (ulysses, "gather") if plan.gathers_kv else (reshard.coded_all_to_all, "start")
+    start, runtime = getattr(sender, name), run.runtime
 
     def with_nan(tensors: list, *given: Any) -> Any:
         if runtime.step == 2 and rank == 0:
             tensors[0][(0,) * tensors[0].ndim] = float("nan")
         return start(tensors, *given)
 
-    with mock.patch.object(sender, "start", with_nan):
+    with mock.patch.object(sender, name, with_nan):
         run()
     return [report.repeated > 0 for report in runtime.reports], torch.equal(run(), healthy)
 

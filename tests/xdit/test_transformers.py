@@ -167,14 +167,14 @@ def _build(rank: int, model: str, degree: int) -> "list[SmallTransformer]":
 
 
 def _observe(small: "SmallTransformer", degree: int, is_last: bool = False) -> Observation:
-    from xfuser_cocodiff.engine.attention import ulysses
+    from xfuser_cocodiff.engine.attention import reshard
 
     stock = _denoise(small, degree)
     with_plugin = {options: _denoise(small, degree, options) for options in OPTIONS[degree]}
     if not is_last:
         return Observation(stock, with_plugin, None, None)
-    exact = ulysses.reshard
-    with mock.patch.object(ulysses, "reshard", lambda *arguments: [0.5 * tensor for tensor in exact(*arguments)]):
+    exact = reshard._write
+    with mock.patch.object(reshard, "_write", lambda message, *given: exact(0.5 * message, *given)):
         wrong = _denoise(small, degree, OPTIONS[degree][-1])
     return Observation(stock, with_plugin, wrong, stock_again=_denoise(small, degree))
 

@@ -20,7 +20,7 @@ from tests import ranks
 from tests.gpu_ranks import GpuRanks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
-from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -64,8 +64,10 @@ def check_attention(rank: int, text: str) -> None:
             expected = share(attend(q, k, v, HeadGroup()))
             for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
                 for early in (False, True):
-                    sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
-                    output = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early_value=sent)
+                    ulysses = UlyssesAttention(mesh, groups)
+                    if early:
+                        ulysses.start_value(share(v))
+                    output = ulysses.run(share(q), share(k), share(v), attend)
                     assert torch.equal(output, expected), (dtype, key_heads, groups, early)
 
 
@@ -100,9 +102,10 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
         for step in range(80):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
             groups = (1, 2, 4)[step % 3]
-            sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
+            ulysses = UlyssesAttention(mesh, groups)
+            ulysses.start_value(share(v))
             delay()
-            output = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early_value=sent)
+            output = ulysses.run(share(q), share(k), share(v), late_attend)
             assert torch.equal(output, share(attend(q, k, v, HeadGroup()))), step
 
 
@@ -137,9 +140,9 @@ def fail_in_flight(rank: int, groups: int, early: bool) -> None:
     dropped: list[object] = []
     sys.unraisablehook = dropped.append
     for attention in (fail, attend, fail, attend):
-        sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
+        sent = start_seq_to_heads([share(v)], mesh, Label("v", head_group=HeadGroup(0, groups))) if early else None
         try:
-            output = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early_value=sent)
+            output = UlyssesAttention(mesh, groups, early_value=sent).run(share(q), share(k), share(v), attention)
         except ArithmeticError:
             assert attention is fail
         else:

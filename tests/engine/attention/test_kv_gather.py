@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls, ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -58,7 +58,7 @@ def start_v(
     layer_codecs: LayerCodecs | None = None,
 ) -> Handle:
     """Start V before Q and K."""
-    return AttentionAllToAlls(mesh, groups, layer_codecs=layer_codecs, gather=gather).start_value(value)
+    return UlyssesAttention(mesh, groups, layer_codecs=layer_codecs, gather=gather).start_value(value)
 
 
 def compare_lossless(rank: int, sizes: str, slow: tuple[str, ...]) -> dict[str, int]:
@@ -72,9 +72,8 @@ def compare_lossless(rank: int, sizes: str, slow: tuple[str, ...]) -> dict[str, 
                 for is_early in (False, True):
                     mesh.traffic.reset()
                     early = start_v(share(v), mesh, partition, groups) if is_early else None
-                    output = ulysses_attention(
-                        share(q), share(k), share(v), attend, mesh, groups, early_value=early, gather=partition
-                    )
+                    ulysses = UlyssesAttention(mesh, groups, early_value=early, gather=partition)
+                    output = ulysses.run(share(q), share(k), share(v), attend)
                     assert torch.equal(output, expected), (dtype, kv_heads, groups, is_early)
     return dict(mesh.traffic.sent_bytes)
 
@@ -110,7 +109,8 @@ def run_coded(
             v[0, 0, 0, 0] = torch.inf
         mesh.traffic.reset()
         early = start_v(v, mesh, gather, 1, codecs)
-        output = ulysses_attention(q, k, v, attend, mesh, early_value=early, layer_codecs=codecs, gather=gather)
+        ulysses = UlyssesAttention(mesh, early_value=early, layer_codecs=codecs, gather=gather)
+        output = ulysses.run(q, k, v, attend)
         errors.append(((output - exact).norm() / exact.norm()).item())
         planned = runtime.planned_reference_bytes
         runtime.end_step()
@@ -185,9 +185,8 @@ def fail_in_flight(rank: int, is_early: bool) -> None:
     for attention in (fail, attend, fail, attend):
         early = start_v(share(v), mesh, partition, 2) if is_early else None
         try:
-            output = ulysses_attention(
-                share(q), share(k), share(v), attention, mesh, 2, early_value=early, gather=partition
-            )
+            ulysses = UlyssesAttention(mesh, 2, early_value=early, gather=partition)
+            output = ulysses.run(share(q), share(k), share(v), attention)
         except ArithmeticError:
             assert attention is fail
         else:

@@ -16,7 +16,7 @@ from tests import ranks
 from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, MockDevice, Stream, register_mock_device
 from tests.quick import covering, pairwise, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
-from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls, ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -95,7 +95,7 @@ def partition_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
     mesh = mesh_of("hierarchical", staged)
     if slow == "all":
         return mesh, AxisPartition((0, 1), (2, 2), 0, mesh, None, 0)
-    parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.comm_stream) for name in ("node", "gpu")]
+    parts = [mesh_of("flat", staged, Topology.named(**{name: 2})).as_part_of(mesh, name) for name in ("node", "gpu")]
     return mesh, AxisPartition((0,), (2, 2), 0, *parts, 0)
 
 
@@ -114,10 +114,11 @@ def run(
     hidden = torch.randn(2, 8, 8, 16, device=device())
     for layer_codecs in codecs_of_layers:
         value = hidden * 3
-        sending = AttentionAllToAlls(mesh, groups, layer_codecs=layer_codecs, gather=gather)
-        sent = sending.start_value(value) if v_first else None
+        ulysses = UlyssesAttention(mesh, groups, layer_codecs=layer_codecs, gather=gather)
+        if v_first:
+            ulysses.start_value(value)
         query, key = hidden + 1, hidden - 1
-        hidden = ulysses_attention(query, key, value, attend, mesh, groups, "", sent, layer_codecs, None, gather)
+        hidden = ulysses.run(query, key, value, attend)
 
 
 def lossless(rank: int, plan: str) -> None:
@@ -306,7 +307,7 @@ def run_broken(rank: int, broken: str, staged: bool) -> str:
     ("broken", "staged", "message"),
     [
         ("the comm stream's wait", False, "a collective on network .* written by the caller's stream"),
-        ("the caller's wait", False, "of the caller's stream was freed, and network 1 may still use it"),
+        ("the caller's wait", False, "on the caller's stream: .* written by stream 1, which may not have finished"),
         ("record_stream", True, "of stream 1 was freed, and the caller's stream may still use it"),
         ("synchronize", True, "a collective on the host: pinned memory, written by stream 1"),
     ],
@@ -338,10 +339,9 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
                 partition, tensor_codecs, link_states, CodecStats(), step, single_stage=slow == SINGLE_STAGE
             )
             mock_device.launched.clear()
-            sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
-            ulysses_attention(
-                query, key, value, lambda query, *_: query, mesh, early_value=sent, layer_codecs=layer_codecs
-            )
+            sent = start_seq_to_heads([value], mesh, Label("v"), layer_codecs) if v_first else None
+            ulysses = UlyssesAttention(mesh, early_value=sent, layer_codecs=layer_codecs)
+            ulysses.run(query, key, value, lambda query, *_: query)
         kernels = sum(count for name, count in mock_device.launched.items() if name.endswith("_kernel"))
         return kernels, mock_device.launched.total() - kernels
 
@@ -378,7 +378,7 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
             link_states: dict = {}
             for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
                 layer_codecs = codecs_of and LayerCodecs(partition, codecs_of, link_states, CodecStats())
-                ulysses_attention(query, query, query, lambda query, *_: query, mesh, layer_codecs=layer_codecs)
+                UlyssesAttention(mesh, layer_codecs=layer_codecs).run(query, query, query, lambda query, *_: query)
             launched += mock_device.grids
     return launched
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.quick import in_turn
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
-from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
@@ -163,7 +163,7 @@ def run_all_to_alls(
             assert torch.equal(found[name], expected_values), (name, step)
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = cut(whole("o", step), 1, size, rank).contiguous()
-        start_heads_to_seq(attended, target, mesh, Label("o"), HeadGroup(), layer_codecs).wait()
+        start_heads_to_seq(attended, target, mesh, Label("o"), layer_codecs).wait()
         assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
@@ -270,7 +270,7 @@ def abandon(rank: int, how: str) -> None:
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         if step == 2 and how == "attention":
             with pytest.raises(InterruptedError):
-                ulysses_attention(q, k, v, fail, mesh, early_value=early, layer_codecs=layer_codecs)
+                UlyssesAttention(mesh, early_value=early, layer_codecs=layer_codecs).run(q, k, v, fail)
             continue
         late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
         if step == 2 and rank == 1:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
@@ -196,7 +196,7 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
             found = dict(zip("qkv", handle.wait(), strict=True))
             found["o"] = torch.empty_like(mine[0])
             attended = wholes["o"].chunk(size, 1)[rank].contiguous()
-            start_heads_to_seq(attended, found["o"], mesh, Label("o"), ALL_HEADS, layer_codecs).wait()
+            start_heads_to_seq(attended, found["o"], mesh, Label("o"), layer_codecs).wait()
             if how == "interrupted" and (step, branch) == (3, 0):
                 lose(runtime, rank)
             for name, source in itertools.product("qkvo" if settings.cached == (0, 0) else "v", range(size)):
@@ -266,7 +266,7 @@ def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch:
         found = dict(zip("qkv", receive(mine, mesh, layer_codecs), strict=True))
         found["o"] = torch.empty(branches * batch, HEADS, TOKENS // size, DIM)
         attended = wholes["o"].chunk(size, 1)[rank].contiguous()
-        start_heads_to_seq(attended, found["o"], mesh, Label("o"), ALL_HEADS, layer_codecs).wait()
+        start_heads_to_seq(attended, found["o"], mesh, Label("o"), layer_codecs).wait()
         for name, source in itertools.product("qkvo" if settings.cached == (0, 0) else "v", range(size)):
             pieces = [piece(part, name, source, rank, size) for part in parts[name]]
             is_near = source // (size // 2) == rank // (size // 2)
@@ -331,7 +331,7 @@ class BatchedDefinitions:
 def run_gathered(rank: int, sizes: str, how: str, schedule: str, budget: int | None) -> list[tuple]:
     """Gather K and V of two branches and compare what arrives; return the references of both ends."""
     kernels.use("torch")
-    _, partition = over(sizes)
+    mesh, partition = over(sizes)
     size, fast = dist.get_world_size(), partition.num_fast
     runtime = CodecRuntime(partition, "balanced", schedule, None, list, memory_budget=budget)
     expected = Expected(CodecSchedule.parse(schedule, preset("balanced", STEPS)).joint)
@@ -341,7 +341,9 @@ def run_gathered(rank: int, sizes: str, how: str, schedule: str, budget: int | N
             wholes, leading = contents(branch, branch, step, how, size), contents(0, 0, step, how, size)
             mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
             layer_codecs = runtime.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
-            found = kv_gather.start(mine, partition, Label("qkv"), ALL_HEADS, layer_codecs).wait()
+            ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=partition)
+            ulysses.start_inputs(*mine)
+            found = ulysses.wait_inputs(0)
             for (name, arrived), source in itertools.product(zip("kv", found[1:], strict=True), range(size)):
                 values, of_leader = (
                     each[name].chunk(size, 2)[source].chunk(fast, 1)[rank % fast] for each in (wholes, leading)

@@ -23,10 +23,8 @@ from tests.engine.compression.test_joint_branches import (
     whole,
 )
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import coded_all_gather
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -37,8 +35,13 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 def gather(mine: list[torch.Tensor], mesh: Mesh, layer_codecs: LayerCodecs) -> dict[int, tuple[torch.Tensor, ...]]:
     """Return K and V of all other ranks."""
     blocks: dict[int, tuple[torch.Tensor, ...]] = {}
-    for handle in coded_all_gather.start(mine, mesh, Label("kv"), ALL_HEADS, layer_codecs):
-        blocks |= handle.wait()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: int, rank: int) -> PartialOutput:
+        if step:
+            blocks[rank] = key, value
+        return query, query[..., 0]
+
+    ring_attention(mine[0], *mine, attend, Ring(mesh, dist.get_rank()), layer_codecs=layer_codecs)
     return blocks
 
 

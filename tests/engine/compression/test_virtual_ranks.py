@@ -9,11 +9,9 @@ from torch.nn import functional
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, aligned
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
@@ -96,7 +94,8 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, schedule: str
     """Compare K and V as they arrive at this rank with those of virtual ranks; return the bytes sent in both."""
     kernels.use("torch")
     topology, size = Topology.parse(sizes), dist.get_world_size()
-    partition = AxisPartition.over(dist.group.WORLD, Mesh.over(dist.group.WORLD, topology), ("node",), Mesh.over)
+    mesh = Mesh.over(dist.group.WORLD, topology)
+    partition = AxisPartition.over(dist.group.WORLD, mesh, ("node",), Mesh.over)
     virtual, fast = VirtualRanks(topology, ("node",), may_gather=True), partition.num_fast
     real = CodecRuntime(partition, "balanced", schedule, None, list)
     simulated = CodecRuntime(None, "balanced", schedule, None, list, virtual_ranks=virtual)
@@ -113,7 +112,9 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, schedule: str
             tensors = [content(name, branch, step, heads) for name in "qkv"]
             mine = [pad_heads(by_rank(each, size).chunk(size, 2)[rank], fast).contiguous() for each in tensors]
             layer_codecs = real.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
-            _, *arrived = kv_gather.start(mine, partition, Label("qkv"), ALL_HEADS, layer_codecs).wait()
+            ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=partition)
+            ulysses.start_inputs(*mine)
+            _, *arrived = ulysses.wait_inputs(0)
             shares = LayerSizes.of(*tensors, fraction=virtual.shard_fraction(tensors[1].shape, SEGMENTS, True))
             assert shares == LayerSizes.of(*mine)
             seen.clear()

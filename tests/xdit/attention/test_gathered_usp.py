@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -198,12 +198,12 @@ class Run:
         """Return the outputs of a declared run."""
         self.gathered.clear()
         self.lines.clear()
-        start, outputs = kv_gather.start, []
-        noting = lambda tensors, *given: (  # noqa: E731
-            self.gathered.append([tensor.shape[1] for tensor in tensors]) or start(tensors, *given)
+        gathered, outputs = UlyssesAttention._gathered, []
+        noting = lambda call, tensors, *given: (  # noqa: E731
+            self.gathered.append([tensor.shape[1] for tensor in tensors]) or gathered(call, tensors, *given)
         )
         log = mock.patch.object(eager_attention, "info_once", self.lines.append)
-        with mock.patch.object(kv_gather, "start", noting), log:
+        with mock.patch.object(UlyssesAttention, "_gathered", noting), log:
             session.runs.begin(STEPS)
             for shard in self.shards:
                 outputs.append(self.transformer(shard))

@@ -73,13 +73,13 @@ def record_events(rank: int, v_first: bool) -> list[str]:
     for name, module in transformer.named_modules():
         if name.endswith((".to_q", ".add_q_proj")):
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-    start_value = ulysses.AttentionAllToAlls.start_value
+    start_value = ulysses.UlyssesAttention.start_value
 
-    def recording(all_to_alls: ulysses.AttentionAllToAlls, value: torch.Tensor) -> object:
-        events.append(f"{all_to_alls._layer} sends v")
-        return start_value(all_to_alls, value)
+    def recording(call: ulysses.UlyssesAttention, value: torch.Tensor) -> object:
+        events.append(f"{call._layer} sends v")
+        return start_value(call, value)
 
-    with mock.patch.object(ulysses.AttentionAllToAlls, "start_value", recording):
+    with mock.patch.object(ulysses.UlyssesAttention, "start_value", recording):
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
@@ -164,7 +164,7 @@ def step_with_policy(rank: int, ahead: bool, v_first: bool | None) -> tuple[list
         return recorded
 
     with contextlib.ExitStack() as patched:
-        for name in ("reshard", "start_seq_to_heads", "start_heads_to_seq"):
+        for name in ("start_seq_to_heads", "start_heads_to_seq"):
             patched.enter_context(mock.patch.object(ulysses, name, recording(getattr(ulysses, name))))
         session = use(group, v_first, policy=policy)
         session.schedule_tuner = None

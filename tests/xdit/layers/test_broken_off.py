@@ -13,7 +13,7 @@ from tests import ranks
 from tests.quick import in_turn
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
-from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm import failure_detection
 
 STEPS = 4
@@ -39,18 +39,18 @@ class Runs:
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        start_value, results = AttentionAllToAlls.start_value, []
+        start_value, results = UlyssesAttention.start_value, []
         self.sent.clear()
         self.gathered.clear()
         if declared:
             self.session.runs.begin(STEPS)
 
-        def noting(all_to_alls: AttentionAllToAlls, value: torch.Tensor) -> object:
-            self.sent.append(all_to_alls._layer)
-            self.gathered.append(all_to_alls.gathers_kv)
-            return start_value(all_to_alls, value)
+        def noting(call: UlyssesAttention, value: torch.Tensor) -> object:
+            self.sent.append(call._layer)
+            self.gathered.append(call.gather is not None)
+            return start_value(call, value)
 
-        with mock.patch.object(AttentionAllToAlls, "start_value", noting):
+        with mock.patch.object(UlyssesAttention, "start_value", noting):
             for step in range(STEPS):
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
                 results.append((transformer or self.transformer)(**given)[0])

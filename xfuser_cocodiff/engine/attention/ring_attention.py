@@ -1,12 +1,12 @@
 """Ring attention over an all-gather: each block of K and V is attended to as soon as it arrives.
 
-Partial outputs are merged by their log-sum-exp, in the order and with the arithmetic of PyTorch's ring, which xDiT
-runs, so that results are bit-identical to it.
+Partial outputs are merged by their log-sum-exp, with the arithmetic of PyTorch's ring, which xDiT runs; in lossless
+mode in its order too, so that results are bit-identical to it.
 
-Sizes in shapes: P ranks of the ring; B batch, H heads, S queries, T keys of a block, D head dim.
+Sizes in shapes: B batch, H heads, S queries, T keys of a block, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,14 @@ from torch.nn import functional
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import coded_all_gather
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.coded_all_gather import Block, Blocks
+from xfuser_cocodiff.engine.compression.coded_all_gather import gather
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 
 PartialOutput = tuple[torch.Tensor, torch.Tensor]
 """O (B, H, S, D) of one block and its log-sum-exp (B, H, S) or (B, H, S, 1)."""
-AttendBlock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], PartialOutput]
-"""Attention to one block: Q (B, H, S, D), K and V (B, H, T, D), and the position of the block in the merge order."""
+AttendBlock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], PartialOutput]
+"""Attention to one block: Q (B, H, S, D), K and V (B, H, T, D), the number of blocks before it, and its rank."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Ring:
 
     @property
     def order(self) -> list[int]:
-        """Ranks in the order in which their blocks are merged: this rank, then its predecessors."""
+        """Ranks in the order of PyTorch's ring: this rank, then its predecessors."""
         size = self.mesh.topology.size
         return [(self.rank - distance) % size for distance in range(size)]
 
@@ -68,50 +67,57 @@ def ring_attention(
     Returns:
         O, shape (B, H, S, D).
     """
-    handles = coded_all_gather.start([key, value], ring.mesh, Label("kv", layer), head_group, layer_codecs)
-    merger = _BlockMerger(ring.order, lambda block, position: attend(query, block[0], block[1], position))
+    label = Label("kv", layer, head_group)
+    gathers = _gathers([key, value], ring, label, layer_codecs)
+    handles = [mesh.start(label, work, list) for mesh, _, work in gathers]
+
+    def arriving() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for handle, (_, ranks, _) in zip(handles, gathers, strict=True):
+            keys, values = (dict(zip(ranks, whole.chunk(len(ranks), 2), strict=True)) for whole in handle.wait())
+            yield from ((rank, keys[rank], values[rank]) for rank in ring.order[1:] if rank in keys)
+
     try:
-        merger.add({ring.rank: (key, value)})
-        for handle in handles:
-            merger.add(handle.wait())
+        merged = _merge(None, *attend(query, key, value, 0, ring.rank))
+        for step, (rank, *block) in enumerate(arriving(), 1):
+            merged = _merge(merged, *attend(query, block[0], block[1], step, rank))
     finally:  # after an error, peers still wait for their messages
         for handle in handles:
             handle.drain()
-    return merger.output
+    return merged[0].to(query.dtype)
 
 
-class _BlockMerger:
-    """Running merge of partial outputs, in a fixed order, whatever the order in which blocks arrive."""
+def _gathers(
+    tensors: Sequence[torch.Tensor], ring: Ring, label: Label, layer_codecs: LayerCodecs | None
+) -> list[tuple[Mesh, Sequence[int], Callable[[], list[torch.Tensor]]]]:
+    """Return the all-gathers of K and V: the mesh, the ranks in the order of their blocks, and the operation.
 
-    def __init__(self, order: list[int], attend: Callable[[Block, int], PartialOutput]) -> None:
-        self._order, self._attend, self._num_merged = order, attend, 0
-        self._pending: dict[int, PartialOutput] = {}
-        """Partial outputs that wait for blocks before them, by position."""
-        self._merged: PartialOutput
+    With codecs, blocks of the own slow coordinate come first; the others are decoded where they arrive and go on along
+    the fast axes, unchanged.
+    """
+    partition = layer_codecs.partition if layer_codecs else None
+    if partition is None:
+        return [(ring.mesh, range(ring.mesh.topology.size), lambda: gather(tensors, ring.mesh, label))]
+    fast, remote, ranks = partition.fast, partition.remote_indices, partition.ranks_by_slow_index
 
-    def add(self, blocks: Blocks) -> None:
-        """Attend to blocks that arrived and merge what is next in order; blocks merged before are ignored."""
-        for position in sorted(map(self._order.index, blocks)):
-            if position >= self._num_merged:
-                self._pending[position] = self._attend(blocks[self._order[position]], position)
-            while self._num_merged in self._pending:  # merged as early as possible, to hold few partial outputs
-                self._merge(*self._pending.pop(self._num_merged))
-                self._num_merged += 1
+    def gather_remote() -> list[torch.Tensor]:
+        coded = gather(tensors, partition.slow, label, layer_codecs)
+        by_slow_index = (whole.chunk(len(ranks), 2) for whole in coded)
+        arrived = [torch.cat([blocks[index] for index in remote], 2) for blocks in by_slow_index]
+        return gather(arrived, fast, label) if fast else arrived
 
-    def _merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
-        self._dtype = output.dtype
-        output, lse = output.float(), lse.float()
-        lse = lse if lse.ndim == output.ndim else lse.unsqueeze(-1)
-        if self._num_merged == 0:
-            self._merged = output, lse
-            return
-        before, before_lse = self._merged
-        self._merged = (
-            before - functional.sigmoid(lse - before_lse) * (before - output),
-            before_lse - functional.logsigmoid(before_lse - lse),
-        )
+    far = [ranks[index][fast_index] for fast_index in range(partition.num_fast) for index in remote]
+    near = [(fast, ranks[partition.slow_index], lambda: gather(tensors, fast, label))] if fast else []
+    return [*near, (partition.slow, far, gather_remote)]
 
-    @property
-    def output(self) -> torch.Tensor:
-        """Merged output, in the dtype of the partial outputs."""
-        return self._merged[0].to(self._dtype)
+
+def _merge(merged: PartialOutput | None, output: torch.Tensor, lse: torch.Tensor) -> PartialOutput:
+    """Return partial outputs merged with one more, in float32."""
+    output, lse = output.float(), lse.float()
+    lse = lse if lse.ndim == output.ndim else lse.unsqueeze(-1)
+    if merged is None:
+        return output, lse
+    before, before_lse = merged
+    return (
+        before - functional.sigmoid(lse - before_lse) * (before - output),
+        before_lse - functional.logsigmoid(before_lse - lse),
+    )

@@ -36,6 +36,8 @@ class Mesh:
     """Plans by message size."""
     comm_stream: CommStream = field(default_factory=CommStream, compare=False)
     """Stream or thread of operations that run beside the caller."""
+    is_part: bool = False
+    """Whether the mesh is a part of another one, whose operations on the comm stream use this mesh too."""
 
     @classmethod
     def over(
@@ -98,7 +100,7 @@ class Mesh:
             name: name of this mesh's axes in the statistics.
         """
         stages = replace(self.stages, traffic=whole.traffic, flat_name=name)
-        return replace(self, stages=stages, comm_stream=whole.comm_stream)
+        return replace(self, stages=stages, comm_stream=whole.comm_stream, is_part=True)
 
     def start_all_to_all(
         self,
@@ -132,10 +134,11 @@ class Mesh:
     def _keeps_order(self, message: torch.Tensor) -> bool:
         """Return whether a single stage waits for earlier operations.
 
-        On an accelerator, collectives of different groups run at the same time. With several axes, a message in one
-        stage would take links from an earlier one in several stages, which the caller needs first.
+        On a part of a mesh it would get among the collectives of an operation on the comm stream. On an accelerator,
+        collectives of different groups run at the same time. With several axes, a message in one stage would take links
+        from an earlier one in several stages, which the caller needs first.
         """
-        return self._has_several_axes and devices.capabilities(message.device.type).is_asynchronous
+        return self.is_part or (self._has_several_axes and devices.capabilities(message.device.type).is_asynchronous)
 
     @functools.cached_property
     def _has_several_axes(self) -> bool:
@@ -169,11 +172,6 @@ class Mesh:
     def _times_on_stream(self, message: torch.Tensor) -> bool:
         """Return whether the comm stream records the end: the caller's stream may be busy with computation then."""
         return self.traffic.timed and devices.capabilities(message.device.type).is_asynchronous
-
-    def timed_all_to_all(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
-        """Run :meth:`all_to_all` and record its times in a span."""
-        with span.record_transfer():
-            return self.all_to_all(message, plan)
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Run an all-to-all: the block for rank j arrives there as the block from this rank.

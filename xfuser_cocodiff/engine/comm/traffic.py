@@ -9,17 +9,19 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.topology import devices
 
 _NO_CONTEXT = nullcontext()
 
 
 class Label(NamedTuple):
-    """Tensors and layer of an operation."""
+    """Tensors, layer and head group of an operation."""
 
     tensors: str
     """A letter for each tensor, as "qkv"."""
     layer: str = ""
+    head_group: HeadGroup = ALL_HEADS
 
     def __str__(self) -> str:
         return f"communication of {self.tensors}" + (f" in {self.layer}" if self.layer else "")

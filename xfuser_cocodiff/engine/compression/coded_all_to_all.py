@@ -15,15 +15,14 @@ Sizes in shapes: S coordinates on slow axes, F on fast axes; n heads, s tokens a
 another; B batch. P slots and G groups of tokens of a message: S and F * B if staged, S * F and B if single-stage.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.packing import pack, unpack
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
@@ -43,9 +42,7 @@ class _CodedAllToAll(NamedTuple):
     layer_codecs: LayerCodecs
     """Codecs of the layer."""
     label: Label
-    """Letters of the tensors, and the layer's name."""
-    head_group: HeadGroup
-    """Head group of the values."""
+    """Letters of the tensors, the layer's name, and the head group."""
     is_blocking: bool
     """Whether the caller waits for the all-to-all at once."""
 
@@ -57,7 +54,7 @@ class _CodedAllToAll(NamedTuple):
     def message(self, values: list[torch.Tensor], local_slots: range) -> Message:
         """Return a message of values (P, G, n, s, D)."""
         samples = self.targets[0].shape[-4]
-        return Message(self.label.tensors, values, self.layer_codecs, self.head_group, local_slots, samples)
+        return Message(self.label, values, self.layer_codecs, local_slots, samples)
 
     def receive(
         self,
@@ -92,7 +89,6 @@ def start(
     mesh: Mesh,
     layer_codecs: LayerCodecs,
     label: Label,
-    head_group: HeadGroup,
     result: T,
     is_blocking: bool = False,
 ) -> Handle[T]:
@@ -103,13 +99,12 @@ def start(
         targets: tensors for values by source, of the same shapes; written when the handle is waited for.
         mesh: mesh of all axes.
         layer_codecs: codecs of the layer. Of one head group, V must be sent before or together with Q and K.
-        label: letters of the tensors, q, k, v or o, and the layer's name.
-        head_group: head group of the values.
+        label: letters of the tensors, q, k, v or o, the layer's name, and the head group.
         result: result of the handle.
         is_blocking: whether the caller waits for the handle at once.
     """
     partition = layer_codecs.partition
-    operation = _CodedAllToAll(targets, mesh, layer_codecs, label, head_group, is_blocking)
+    operation = _CodedAllToAll(targets, mesh, layer_codecs, label, is_blocking)
     split = [partition.split(piece) for piece in pieces]
     if partition.fast is None or layer_codecs.single_stage:
         return _start_single_stage(split, operation, result)
@@ -135,11 +130,11 @@ def _start_single_stage(split: list[torch.Tensor], operation: _CodedAllToAll, re
         return mesh.start_all_to_all(
             *coded, label, lambda received: receive(received, local_values), operation.is_blocking
         )
-    fast, uncoded = partition.fast, _by_plan(_pack(local_values), partition.fast)
+    fast, uncoded = partition.fast, _by_plan(pack(local_values, 1), partition.fast)
 
     def communicate() -> tuple[torch.Tensor, list[torch.Tensor]]:
         wait_for_coded, wait_for_uncoded = mesh.begin_all_to_all(*coded), fast.begin_all_to_all(*uncoded)
-        return wait_for_coded(), _unpack(wait_for_uncoded(), local_values)
+        return wait_for_coded(), unpack(wait_for_uncoded(), local_values, 1)
 
     # On the comm stream, even if both have one stage: it keeps the order of other operations among the same ranks.
     return mesh.start(label, communicate, lambda arrived: receive(*arrived), operation.is_blocking)
@@ -168,7 +163,7 @@ def _start_staged(split: list[torch.Tensor], operation: _CodedAllToAll, result: 
     def communicate() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
         """Return the values too, so that the comm stream records their use by the caller's stream."""
         by_fast_index = [piece.transpose(0, 1) for piece in split]
-        received = _unpack(fast.all_to_all(*_by_plan(_pack(by_fast_index), fast)), by_fast_index)
+        received = unpack(fast.all_to_all(*_by_plan(pack(by_fast_index, 1), fast)), by_fast_index, 1)
         message = operation.message([piece.transpose(0, 1).flatten(1, 2) for piece in received], local_slots)
         return message, message.values, along_slow_axes(message.encode())
 
@@ -185,23 +180,3 @@ def _by_plan(message: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
     """Return a message (ranks, n) in the shape of a plan for the mesh, and that plan."""
     plan = mesh.policy.choose(message.nbytes)
     return message.view(*plan.shape, -1), plan
-
-
-def _pack(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return tensors (F, ...) as one message (F, n)."""
-    sizes = _sizes(parts)
-    message = parts[0].new_empty(len(parts[0]), sum(sizes))
-    for section, part in zip(message.split_with_sizes(sizes, 1), parts, strict=True):
-        section.unflatten(1, part.shape[1:]).copy_(part)
-    return message
-
-
-def _unpack(message: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a message's tensors, the inverse of :func:`_pack`; its ranks may take many dims."""
-    parts = message.reshape(len(like[0]), -1).split_with_sizes(_sizes(like), 1)
-    return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, like, strict=True)]
-
-
-def _sizes(parts: list[torch.Tensor]) -> list[int]:
-    """Return the number of values of each tensor for one rank."""
-    return [math.prod(part.shape[1:]) for part in parts]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.message import Message
@@ -63,7 +63,7 @@ class Loopback:
         for names in _MESSAGES:
             sent = [values[name] for name in names]
             targets = [torch.empty_like(each) for each in sent]
-            message = Message(names, sent, layer_codecs, ALL_HEADS, _LOCAL_SLOTS)
+            message = Message(Label(names), sent, layer_codecs, _LOCAL_SLOTS)
             message.decode(message.encode(), targets, lambda buffer: buffer)
             decoded |= {name: target[len(_LOCAL_SLOTS) :] for name, target in zip(names, targets, strict=True)}
         return decoded, layer_codecs.stats

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, CodedTensor, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import (
@@ -48,10 +48,9 @@ class Message:
     """The tensors of one collective, from encoding what is sent to decoding what has arrived.
 
     Args:
-        names: a letter for each tensor.
+        label: a letter for each tensor, and the head group of the values.
         values: (P, G, H, T, D) each, by destination.
         layer_codecs: codecs and link states of the layer.
-        head_group: head group of the values.
         local_slots: slots of this rank, which are skipped.
         samples: number of samples in the batch.
         copies: number of receivers that all get the same values; P is then 1 when encoding. None if each slot has
@@ -60,16 +59,15 @@ class Message:
 
     def __init__(
         self,
-        names: str,
+        label: Label,
         values: Sequence[torch.Tensor],
         layer_codecs: LayerCodecs,
-        head_group: HeadGroup,
         local_slots: range,
         samples: int = 1,
         copies: int | None = None,
     ) -> None:
-        self.names, self.values, self._samples = names, values, samples
-        self._layer_codecs, self._head_group = layer_codecs, head_group
+        self.names, self.values, self._samples = label.tensors, values, samples
+        self._layer_codecs, self._head_group = layer_codecs, label.head_group
         self._local_slots, self._copies = local_slots, copies or 1
         self._unsent_slots = None if copies else local_slots
         # V first: it selects the active tokens of Q and K. A branch that leads others is before them.

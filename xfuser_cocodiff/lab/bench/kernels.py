@@ -14,7 +14,7 @@ import torch
 from torch.utils import benchmark
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -258,7 +258,7 @@ def _layer_all_to_alls(
         layer_codecs, gather = None, partition if codecs else None
         if codecs:
             layer_codecs = LayerCodecs(partition, codecs, link_states, CodecStats(), gathers_kv=True)
-        ulysses_attention(query, key, value, _attend, mesh, layer_codecs=layer_codecs, gather=gather)
+        UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=gather).run(query, key, value, _attend)
 
     call()  # the keyframe that creates the references
     return call

@@ -16,7 +16,7 @@ import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.ulysses import Attend, AttentionAllToAlls, output_like
+from xfuser_cocodiff.engine.attention.ulysses import Attend, UlyssesAttention, output_like
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -77,12 +77,12 @@ def _send_value(value: torch.Tensor, path: str, num_gathered: int) -> torch.Tens
     name = layer.name if layer else ""
     gather = session.gather if num_gathered > 1 else None
     mesh = session.mesh if gather else session.mesh_of(schedule)
-    all_to_alls = AttentionAllToAlls(mesh, layer=name, has_own_storage=True, gather=gather)
+    ulysses = UlyssesAttention(mesh, layer=name, gather=gather)
     schedule = schedule._replace(groups=1)  # all heads at once
-    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, all_to_alls=all_to_alls))
+    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, ulysses=ulysses))
     if schedule.v_first:
-        all_to_alls.layer_codecs = _codecs(session, layer, signature.sizes, all_to_alls.gathers_kv)
-        all_to_alls.start_value(value)
+        ulysses.layer_codecs = _codecs(session, layer, signature.sizes, gather is not None)
+        ulysses.start_value(value)
     return _new_ticket()
 
 
@@ -101,17 +101,20 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
         call.signature.sizes = sizes
         if call.signature.candidates is None:
             choose_schedules(call.signature, session, query, key, value)
-    call.all_to_alls.layer_codecs = _codecs(session, call.layer, sizes, call.all_to_alls.gathers_kv)
-    call.all_to_alls.start_inputs(query, key, value)
+    call.ulysses.layer_codecs = _codecs(session, call.layer, sizes, call.ulysses.gather is not None)
+    call.ulysses.start_inputs(query, key, value)
     return _new_ticket()
 
 
 def _receive_heads(*_: Any) -> tuple[torch.Tensor, ...]:
-    return active().traced_call.all_to_alls.wait_inputs(0)
+    ulysses = active().traced_call.ulysses
+    query, key, value = ulysses.wait_inputs(0)
+    stays = ulysses.gather and not ulysses.gather.fast  # then Q is the graph's, which no operator may return
+    return query.clone() if stays else query, key, value
 
 
 def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    active().traced_call.all_to_alls.start_output(output, 0)
+    active().traced_call.ulysses.start_output(output, 0)
     return _new_ticket()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import Attend, UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -100,9 +100,8 @@ def scheduled_attention(
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
         numbers = head_groups_to_check(signature, session, *inputs.tensors, gathers_now) if can_split_heads else []
         check = HeadGroupCheck(attend, numbers)
-        output = ulysses_attention(
-            *inputs.tensors, check, session.mesh, 1, name, in_flight, layer_codecs, gather=gather
-        )
+        ulysses = UlyssesAttention(session.mesh, 1, name, in_flight, layer_codecs, gather)
+        output = ulysses.run(*inputs.tensors, check)
         same_gathered = {}
         if session.config and session.config.plan and session.config.plan.gathers_kv and not can_gather:
             info_once(
@@ -118,4 +117,5 @@ def scheduled_attention(
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
     mesh, groups = session.mesh_of(schedule), session.num_head_groups(schedule, layer_codecs)
-    return ulysses_attention(*inputs.tensors, attend, mesh, groups, name, in_flight, layer_codecs, beside, gather)
+    ulysses = UlyssesAttention(mesh, groups, name, in_flight, layer_codecs, gather)
+    return ulysses.run(*inputs.tensors, attend, beside)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from xfuser_cocodiff.engine.attention.reshard import HEADS
-from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import Attend, UlyssesAttention
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -64,6 +64,6 @@ def compare_gathered(
     query, key, value = tensors
     expected, same = output[:, : query.shape[HEADS]], {}
     for number in groups:
-        gathered = ulysses_attention(query, key, value, attend, session.mesh, number, name, gather=session.gather)
+        gathered = UlyssesAttention(session.mesh, number, name, gather=session.gather).run(query, key, value, attend)
         same[number] = torch.equal(gathered[:, : expected.shape[HEADS]], expected)
     return same

@@ -355,10 +355,9 @@ def _attention_function(
             return _function_options(arguments, joint, head_group, ring_degree, step)
 
         def attend_block(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: int
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: int, rank: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            is_last = ring.order[step] == ring_degree - 1  # of the sequence
-            key, value = drop_padding(key, value, padding if is_last else 0)
+            key, value = drop_padding(key, value, padding if rank == ring_degree - 1 else 0)  # at the sequence's end
             output, lse, *_ = function(query, *repeat_heads(key, value), **options(step))
             return output, lse
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.deferred import Deferred
@@ -48,7 +48,7 @@ class TracedCall(LayerCall):
 
     layer: BaseLayer | None
     """Layer of the call; None where the graph runs outside of any module."""
-    all_to_alls: AttentionAllToAlls
+    ulysses: UlyssesAttention
 
 
 class EarlyProjection(NamedTuple):

@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
-from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
@@ -301,7 +301,7 @@ class Session:
     def end_traced_call(self) -> torch.Tensor:
         """End the call of a layer in a graph, and return O."""
         call = self.traced_call
-        result = call.all_to_alls.wait_output()
+        result = call.ulysses.wait_output()
         call.end()
         self.abandon_traced_call()  # the call would keep O alive
         return result
@@ -312,7 +312,7 @@ class Session:
         if call:
             if call.layer:
                 call.layer.call = None
-            call.all_to_alls.drain()
+            call.ulysses.drain()
 
     def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes, gathers_kv: bool = False) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group in this call, the same on all ranks; None where it is lossless.
@@ -375,8 +375,7 @@ class Session:
         gathers_kv = codecs.gathers_kv if codecs else schedule.gathers_kv
         value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
         groups = self.num_head_groups(schedule, codecs)
-        all_to_alls = AttentionAllToAlls(self.mesh, groups, layer.name, layer_codecs=codecs, gather=gather)
-        return all_to_alls.start_value(value)
+        return UlyssesAttention(self.mesh, groups, layer.name, None, codecs, gather).start_value(value)
 
 
 def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
