@@ -129,6 +129,7 @@ class MockKernel:
 
 WRITTEN = {
     "_scores_kernel": ("scores",),
+    "_order_kernel": ("order",),
     "_encode_kernel": ("payload", "new_reference", "next_gains", "sums", "energies", "counters"),
     "_decode_kernel": ("new_reference", "strided"),
 }

@@ -349,8 +349,9 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
 @pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(SLOW, BOTH, [1.0, 0.5])))
 def test_coded_layer_has_few_launches(slow: str, v_first: bool, share: float) -> None:
     [(kernels, others)] = ranks.run(launches, 1, slow, v_first, share)
-    # One launch encodes a message, and one decodes it: Q, K and V together, or V first, and O. One scores V's tokens.
-    assert kernels == 2 * (3 if v_first else 2) + (share < 1)
+    # One launch encodes a message, and one decodes it: Q, K and V together, or V first, and O. One scores V's tokens,
+    # and one puts the selection in order at each end.
+    assert kernels == 2 * (3 if v_first else 2) + 3 * (share < 1)
     assert others <= MAX_LAUNCHES + SELECTION_LAUNCHES * (share < 1)
 
 
@@ -386,7 +387,7 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
 @pytest.mark.parametrize(("video", "heads"), slow_but([(VIDEO, 24)], itertools.product(TOKENS, [24, 40])))
 def test_grids_of_long_videos_are_within_cuda_limits(video: str, heads: int) -> None:
     [launched] = ranks.run(grids, 1, TOKENS[video], heads)
-    assert {name for name, _ in launched} == {f"_{name}_kernel" for name in ("scores", "encode", "decode")}
+    assert {name for name, _ in launched} == {f"_{name}_kernel" for name in ("scores", "order", "encode", "decode")}
     for name, grid in launched:
         assert all(0 < size <= most for size, most in zip(grid, MAX_GRID, strict=False)), (name, grid)
 

@@ -108,6 +108,18 @@ class Case:
         return wide[:, 8 : 8 + size], result
 
 
+def levels_of_rows(packed: torch.Tensor, rows: int, bits: float) -> torch.Tensor:
+    """Return packed levels (L, n) by row, (L, rows, ...), as numbers or as bytes.
+
+    With 1.6 and 2.7 bits, byte j of five or three adjacent rows holds their levels in column j, the first row's lowest.
+    """
+    if bits not in (1.6, 2.7):
+        return packed.unflatten(1, (rows, -1))
+    base, of_byte = (3, 5) if bits == 1.6 else (6, 3)
+    groups = packed.int().unflatten(1, (-(-rows // of_byte), -1))
+    return torch.stack([groups // base**digit % base for digit in range(of_byte)], 2).flatten(1, 2)[:, :rows]
+
+
 def assert_equal_up_to_scales(case: Case, one: Encoded, other: Encoded, rows: int, bits: float | None) -> None:
     """Assert that two encodings are equal bit for bit, but for one scale in a thousand on a rounding boundary."""
     payloads = [remote_slots(payload, case.local_slots) for payload, _ in (one, other)]
@@ -118,7 +130,7 @@ def assert_equal_up_to_scales(case: Case, one: Encoded, other: Encoded, rows: in
     assert (scales[0] - scales[1]).abs().max() <= 1
     assert (scales[0] != scales[1]).sum() <= 1 + scales[0].numel() // 1000
     equal = scales[0] == scales[1]
-    levels = [payload[:, : payload.shape[1] - rows].unflatten(1, (rows, -1)) for payload in payloads]
+    levels = [levels_of_rows(payload[:, : payload.shape[1] - rows], rows, bits) for payload in payloads]
     assert torch.equal(levels[0][equal], levels[1][equal])
     if equal.all():
         torch.testing.assert_close(one[1].reference, other[1].reference, rtol=0, atol=0, equal_nan=True)

@@ -3,20 +3,25 @@
     python -m tests.engine.kernels.compile_kernels 90
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
-Triton backend would launch them with. Prints for each kernel as JSON: what is encoded, the products of the compiler,
-the number of fused multiply-adds, and the widths of memory accesses.
+Triton backend would launch them with. Prints for each kernel as JSON: what is encoded, the number of fused
+multiply-adds, the widths of memory accesses, registers and stack of a thread, shared memory, and the share of the
+multiprocessor's warps that can be resident.
 """
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -26,10 +31,12 @@ from xfuser_cocodiff.engine.kernels import triton_kernels
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, MessagePart
 
 TOKENS, HEAD_DIM = 288, 128
-KERNELS = "_scores_kernel", "_encode_kernel", "_decode_kernel"
+KERNELS = "_scores_kernel", "_order_kernel", "_encode_kernel", "_decode_kernel"
+REGISTERS, MAX_WARPS, MAX_BLOCKS, SHARED_BYTES = 2**16, 64, 32, 164 * 1024
+"""Limits of a multiprocessor of A100, H100 and B200; the latter two have more shared memory."""
 CODED = (
-    *(((bits,), False, False) for bits in (1.6, 8)),
-    *(((2,), True, False), ((2.7,), True, True), ((1.6, 2, 1.6), False, True), ((None,), False, False)),
+    *(((bits,), False, False) for bits in (1, 1.6, 2, 2.7, 4, 8, None)),
+    *(((1.6,), True, False), ((2.7,), False, True), ((8,), False, True), ((1.6, 2, 1.6), True, True)),
 )
 """Messages: bits of each tensor, whether tokens are selected, and whether a base is subtracted."""
 
@@ -78,9 +85,23 @@ class Compiler:
             triton_kernels.scores(case.values, prediction, case.local_slots, base)
         for kernel in self.compiled:
             ptx = kernel.asm["ptx"]
+            assert "cubin" in kernel.asm
             widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(?:cg\.)?(\w+(?:\.\w+)?)", ptx)))
             found = {"kernel": kernel.metadata.name, "type": str(dtype), "bits": bits, "selects": selects}
-            yield found | {"base": based, "products": sorted(kernel.asm), "fused": ptx.count("fma."), "widths": widths}
+            yield found | {"base": based, "fused": ptx.count("fma."), "widths": widths, **resources(kernel)}
+
+
+def resources(kernel: triton.compiler.CompiledKernel) -> dict[str, float]:
+    """Return registers and bytes of stack of a thread, to which registers are spilled, and the occupancy."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(Path(nvidia.__file__).parent / "bin" / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
+    warps, per_warp = kernel.metadata.num_warps, -(-registers * 32 // 256) * 256
+    blocks = min(MAX_BLOCKS, REGISTERS // (per_warp * warps), SHARED_BYTES // (1024 + kernel.metadata.shared))
+    return {"registers": registers, "stack": stack, "occupancy": min(1.0, blocks * warps / MAX_WARPS)}
 
 
 def main() -> None:

@@ -14,15 +14,19 @@ from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Predic
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the values are on the GPU, and Numba's kernels are for CPUs")
 
 
-def test_threads_compute_the_same_as_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, found = Case(torch.float32, SECOND, tokens=12), []
+@pytest.mark.parametrize(("bits", "active"), [(2, 5), (1.6, None), (1.6, 7), (2.7, 11)])
+def test_threads_compute_the_same_as_one_thread(
+    monkeypatch: pytest.MonkeyPatch, bits: float, active: int | None
+) -> None:
+    """Also where a byte has rows of two heads."""
+    case, found, count = Case(torch.float32, SECOND, tokens=12), [], active
     monkeypatch.setattr(numba_kernels, "_VALUES_PER_THREAD", 16)
     for threads in (1, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        prediction, active = case.prediction(0.5), case.active(5)
-        payload, encoded = case.encoded(numba_kernels, prediction, 2, active)
-        reference = numba_kernels.decode(payload, prediction, 2, active, case.target, case.local_slots)
-        scores = numba_kernels.scores(case.values, prediction, case.local_slots)
+        how = case.prediction(0.5), bits, case.active(count)
+        payload, encoded = case.encoded(numba_kernels, *how)
+        reference = numba_kernels.decode(payload, *how, case.target, case.local_slots)
+        scores = numba_kernels.scores(case.values, how[0], case.local_slots)
         found.append([payload, *encoded, reference, case.target.clone(), scores])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

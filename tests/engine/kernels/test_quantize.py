@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, dequantize, from_int8, quantize, row_bytes, to_int8
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, dequantize, from_int8, level_bytes, quantize, to_int8
 
 BITS = sorted(GRIDS)
 
@@ -32,11 +32,35 @@ def test_quantize_takes_the_nearest_level(bits: float, dtype: torch.dtype) -> No
     values[1, 1] = 0
     values[2] *= 1e-3
     packed, scales, decoded = quantize(values, bits)
-    assert (packed.shape, scales.shape) == ((5, 3, row_bytes(bits, 24)), (5, 3, 1))
-    found = dequantize(packed, scales, bits, 24).view(-1, 24)
-    assert torch.equal(decoded.view(-1, 24), found)
+    assert (packed.shape, scales.shape) == ((5, level_bytes(bits, 3, 24)), (5, 3, 1))
+    found = dequantize(packed, scales, bits, 24).reshape(-1, 24)
+    assert torch.equal(decoded.reshape(-1, 24), found)
     for row, expected in zip(found, values.float().view(-1, 24), strict=True):
         torch.testing.assert_close(row, torch.tensor(quantized_slowly(expected.tolist(), bits)), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(("bits", "base", "of_byte"), [(1.6, 3, 5), (2.7, 6, 3)])
+@pytest.mark.parametrize("rows", [1, 7, 15])
+def test_a_byte_has_the_levels_of_adjacent_rows(bits: float, base: int, of_byte: int, rows: int) -> None:
+    """The levels of missing rows count as 0."""
+    values = torch.randn(2, rows, 24, generator=torch.Generator().manual_seed(rows))
+    packed, scales, decoded = quantize(values, bits)
+    widths = GRIDS[bits].width * 2 ** ((scales.int() - 168) / 6)
+    levels = (decoded / widths + (base - 1) / 2).round().int()
+    for link in range(2):
+        for number, byte in enumerate(packed[link].tolist()):
+            first, column = number // 24 * of_byte, number % 24
+            digits = levels[link, first : first + of_byte, column].tolist()
+            assert byte == sum(digit * base**place for place, digit in enumerate(digits))
+
+
+@pytest.mark.parametrize(("bits", "of_byte"), [(1.6, 5), (2.7, 3)])
+@pytest.mark.parametrize(("tokens", "heads"), [(172, 3), (288, 6), (2592, 3)])
+def test_levels_take_no_more_bytes_than_rows_packed_by_themselves(
+    bits: float, of_byte: int, tokens: int, heads: int
+) -> None:
+    rows = tokens * heads
+    assert level_bytes(bits, rows, 128) <= rows * math.ceil(128 / of_byte)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     """Compile to machine code by Triton's compiler and NVIDIA's assembler, which need no GPU.
 
     Encoder and decoder must round identically, so no multiply and add may be fused. Only divisions, which the encoder
-    alone computes, contain fused operations. Memory is accessed 16 bytes at a time.
+    alone computes, contain fused operations. Memory is accessed 16 bytes at a time, and no register is spilled. With 64
+    registers a thread, half of the warps of a multiprocessor are resident.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -28,12 +29,11 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "encode", "decode")}
+    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "order", "encode", "decode")}
     for row in found:
-        assert "cubin" in row["products"]
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
-        has_gaps = {1.6, 2.7}.intersection(row["bits"])  # only these rows are accessed value by value
-        assert has_gaps or ("v4.b32" in row["widths"] and "b16" not in row["widths"]), row
+        assert row["stack"] == 0 and row["registers"] <= (64 if len(row["bits"]) == 1 else 72), row
+        assert "v4.b32" in row["widths"] or row["kernel"] == "_order_kernel", row
 
 
 class LastProgram:
@@ -163,4 +163,4 @@ def test_kernels_address_more_than_2_to_the_31_values(
     assert last.reaches_end_of(target, "written") and last.reaches_end_of(reference, "written")
     assert last.reaches_end_of(payload if bits else payload.view(torch.bfloat16), "read")
     triton_kernels.decode(payload, Prediction(reference), bits, active, target, None)
-    assert last.reaches_end_of(active.positions, "read")
+    assert last.reaches_end_of(active.order, "read")

@@ -25,7 +25,7 @@ from torch.nn import functional
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, row_bytes, tokens_per_row
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, EncodeResult, MessagePart, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.engine.topology import devices
@@ -92,7 +92,8 @@ class Codec:
         if self.bits is None:
             return sent * dim * dtype.itemsize + self._gain_bytes
         row_tokens = tokens_per_row(self.bits, dim, tokens, self.token_fraction == 1)
-        return sent // row_tokens * (row_bytes(self.bits, row_tokens * dim) + 1) + self._gain_bytes
+        rows = sent // row_tokens
+        return level_bytes(self.bits, rows, row_tokens * dim) + rows + self._gain_bytes
 
     @property
     def _gain_bytes(self) -> int:

@@ -6,6 +6,7 @@ half precision other than bfloat16 is rare on CPUs: the PyTorch backend handles 
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable
 from concurrent import futures
@@ -39,7 +40,7 @@ def prepare() -> None:
     for dtype in _TYPED_ZEROS:
         values = torch.zeros(1, 1, 1, 1, 64, dtype=dtype)
         prediction = Prediction(values, values, torch.zeros(1, dtype=torch.uint8))
-        payload = torch.zeros(1, quantize.row_bytes(2, 64) + 1, dtype=torch.uint8)
+        payload = torch.zeros(1, quantize.level_bytes(2, 1, 64) + 1, dtype=torch.uint8)
         scores(values, prediction, None)
         encode(values, prediction, 2, None, payload, None)
         decode(payload, prediction, 2, None, torch.empty_like(values), None)
@@ -57,7 +58,7 @@ def scores(
     layout = _layout(values, local_slots, None, None)
     found = torch.empty(links, groups, tokens, dtype=torch.float32, device=CPU)
     _in_threads(
-        numba_loops.score, links * groups, heads * tokens, layout, _TYPED_ZEROS[values.dtype],
+        numba_loops.score, links * groups, heads * tokens, (1, 1), layout, _TYPED_ZEROS[values.dtype],
         values.data_ptr(), _base_rows(base), *_addresses(prediction), found.data_ptr(),
     )  # fmt: skip
     return found
@@ -86,7 +87,7 @@ def encode(
     gains = None if prediction.previous is None else torch.empty(links, dtype=torch.uint8, device=CPU)
     reference_norm = grid.reach if grid.by_maximum else (layout.row_tokens * dim) ** -0.5
     _in_threads(
-        numba_loops.encode, links * groups * heads, tokens * dim,
+        numba_loops.encode, links * groups * heads, tokens * dim, _unit(layout),
         layout, _TYPED_ZEROS[values.dtype], np.float32(reference_norm), grid.by_maximum, sample_stride(tokens),
         values.data_ptr(), _base_rows(base), *_addresses(prediction),
         _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
@@ -116,7 +117,7 @@ def decode(
     layout = _layout(target, local_slots, bits, active, payload, sends_gain)
     reference = torch.empty_like(prediction.reference)
     _in_threads(
-        numba_loops.decode, links * groups * heads, tokens * dim, layout, _TYPED_ZEROS[target.dtype],
+        numba_loops.decode, links * groups * heads, tokens * dim, _unit(layout), layout, _TYPED_ZEROS[target.dtype],
         payload.data_ptr(), _base_rows(base), *_addresses(prediction),
         _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
         reference.data_ptr(), target.data_ptr(),
@@ -162,11 +163,11 @@ def _layout(
     slot_stride, group_stride, head_stride, token_stride, _ = values.stride()
     sizes = groups, heads, tokens, dim, local.start, len(local), slot_stride, group_stride, head_stride, token_stride
     if bits is None or payload is None:
-        return EncodingLayout(*sizes, 1, tokens, 0, 1, 0.0, 0, 0, 0)
+        return EncodingLayout(*sizes, 1, tokens, 0, 1, 1, 0.0, 0, 0, 0)
     grid, sent = quantize.GRIDS[bits], tokens if active is None else active.count
     row_tokens = quantize.tokens_per_row(bits, dim, tokens, active is None)
     rows = groups * heads * sent // row_tokens
-    scales_offset = rows * quantize.row_bytes(bits, row_tokens * dim)
+    scales_offset = quantize.level_bytes(bits, rows, row_tokens * dim)
     gain_offset = scales_offset + rows if sends_gain else 0
     size = scales_offset + rows + GAIN_BYTES * sends_gain
     if payload.stride(-1) != 1 or payload.shape != (slots, size):
@@ -177,17 +178,33 @@ def _layout(
     expected = slots - len(local), groups, tokens
     if active is not None and active.positions.shape != expected:
         raise ValueError(f"active tokens of {tuple(active.positions.shape)}; the values have {expected}")
-    levels = grid.levels, grid.per_byte, grid.width
+    levels = grid.levels, grid.per_byte, grid.per_byte if grid.is_across_rows else 1, grid.width
     return EncodingLayout(*sizes, row_tokens, sent, *levels, payload.stride(0), scales_offset, gain_offset)
 
 
-def _in_threads(loop: Callable, count: int, values: int, *arguments: object) -> None:
-    """Run a loop over `count` items of `values` values each, in at most PyTorch's number of threads."""
+def _unit(layout: EncodingLayout) -> tuple[int, int]:
+    """Return the number of heads of a link, and the fewest of them after which no byte has rows of both sides."""
+    rows = layout.active // layout.row_tokens
+    return layout.groups * layout.heads, layout.packed_rows // math.gcd(layout.packed_rows, rows)
+
+
+def _in_threads(loop: Callable, count: int, values: int, unit: tuple[int, int], *arguments: object) -> None:
+    """Run a loop over `count` items of `values` values each, in at most PyTorch's number of threads.
+
+    Args:
+        loop: called with the first item, the end of the items, and the arguments.
+        count: number of items.
+        values: number of values of an item.
+        unit: number of items of a link, and of those that one thread must process together.
+        arguments: further arguments of the loop.
+    """
     threads = min(torch.get_num_threads(), count, 1 + count * values // _VALUES_PER_THREAD)
     if threads <= 1:
         loop(0, count, *arguments)
         return
-    bounds = [count * number // threads for number in range(threads + 1)]
+    of_link, together = unit
+    bounds = [count * number // threads for number in range(threads)]
+    bounds = [*(bound - bound % of_link % together for bound in bounds), count]
     pool, tasks = _pool(os.getpid(), threads), []
     try:
         for first, last in itertools.pairwise(bounds):

@@ -315,12 +315,8 @@ def _pack_row(digits, size, payload, start, levels):
     """Pack the digits of a row, with code specialized for each grid."""
     if levels == 2:
         _pack_digits(digits, size, payload, start, 2, 8)
-    elif levels == 3:
-        _pack_digits(digits, size, payload, start, 3, 5)
     elif levels == 4:
         _pack_digits(digits, size, payload, start, 4, 4)
-    elif levels == 6:
-        _pack_digits(digits, size, payload, start, 6, 3)
     elif levels == 16:
         _pack_digits(digits, size, payload, start, 16, 2)
     else:
@@ -342,17 +338,51 @@ def _unpack_row(digits, size, payload, start, levels):
     """Unpack the digits of a row; the inverse of :func:`_pack_row`."""
     if levels == 2:
         _unpack_digits(digits, size, payload, start, 2, 8)
-    elif levels == 3:
-        _unpack_digits(digits, size, payload, start, 3, 5)
     elif levels == 4:
         _unpack_digits(digits, size, payload, start, 4, 4)
-    elif levels == 6:
-        _unpack_digits(digits, size, payload, start, 6, 3)
     elif levels == 16:
         _unpack_digits(digits, size, payload, start, 16, 2)
     else:
         for i in range(size):
             _store(digits, i, _BYTE, _load(payload, start + i, _BYTE))
+
+
+@_jit
+def _pack_rows(digits, size, payload, start, levels, count):
+    """Pack the digits of `count` rows, one after the other in the buffer, into bytes of one column each.
+
+    The first row has the lowest digits. The loops over columns compile to vector instructions.
+    """
+    last = digits + (count - 1) * size
+    for i in range(size):
+        _store(payload, start + i, _BYTE, _load(last, i, _BYTE))
+    for row in range(count - 2, -1, -1):
+        for i in range(size):
+            byte = np.uint8(_load(payload, start + i, _BYTE) * np.uint8(levels))
+            _store(payload, start + i, _BYTE, np.uint8(byte + _load(digits + row * size, i, _BYTE)))
+
+
+@_jit(inline="always")
+def _unpack_columns(digits, size, payload, start, levels, per_byte):
+    """Unpack bytes to the digits of `per_byte` rows; the last row holds what is left of the bytes until then."""
+    rest = digits + (per_byte - 1) * size
+    for i in range(size):
+        _store(rest, i, _BYTE, _load(payload, start + i, _BYTE))
+    for row in range(per_byte - 1):
+        for i in range(size):
+            byte = _load(rest, i, _BYTE)
+            left = byte // np.uint8(levels)
+            _store(digits + row * size, i, _BYTE, np.uint8(byte - left * np.uint8(levels)))
+            _store(rest, i, _BYTE, np.uint8(left))
+
+
+@_jit
+def _unpack_rows(digits, size, payload, start, levels):
+    """Unpack bytes to the digits of rows; the inverse of :func:`_pack_rows`, but for rows that there are not."""
+    if levels == 3:
+        _unpack_columns(digits, size, payload, start, 3, 5)
+    else:
+        _unpack_columns(digits, size, payload, start, 6, 3)
 
 
 class EncodingLayout(NamedTuple):
@@ -386,6 +416,8 @@ class EncodingLayout(NamedTuple):
     """Number of quantization levels."""
     per_byte: int
     """Number of levels in a byte."""
+    packed_rows: int
+    """Number of rows of which a byte has a level each; 1 if its levels are those of adjacent columns."""
     width: float
     """Width of a level at scale 1."""
     payload_stride: int
@@ -461,7 +493,7 @@ def encode(
     """Encode the values of heads `first` to `last`, counted over links and groups, and write the new reference.
 
     Args:
-        first: first head.
+        first: first head; no byte has rows of this head and of earlier ones.
         last: end of the heads.
         layout: sizes, strides and offsets, an EncodingLayout.
         dtype: type of the values and references in memory.
@@ -482,9 +514,10 @@ def encode(
     dim, tokens, row_tokens = layout.dim, layout.tokens, layout.row_tokens
     size = row_tokens * dim
     row_bytes, level_width = -(-size // layout.per_byte), np.float32(layout.width)
+    packed_rows, rows = layout.packed_rows, layout.groups * layout.heads * (layout.active // row_tokens)
     values_row, predicted = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
     change, residual = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
-    decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size)
+    decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(packed_rows * size)
     for index in range(first, last):
         link, group, head, start, message = _locate_head(layout, index)
         base_start = _locate_base(base, link, group, head)
@@ -508,9 +541,14 @@ def encode(
                 energy = _subtract_row(residual, values_row, predicted, size, dtype)
                 code = _scale_code(residual, energy, size, by_maximum, reference_norm)
                 width = level_width * _load(scale_table, code, _FLOAT)
-                _quantize_row(digits, decoded, predicted, residual, size, layout.levels, width, dtype)
                 sent_row = (group * layout.heads + head) * (layout.active // row_tokens) + position
-                _pack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
+                number = sent_row % packed_rows
+                _quantize_row(digits + number * size, decoded, predicted, residual, size, layout.levels, width, dtype)
+                if packed_rows == 1:
+                    _pack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
+                elif number == packed_rows - 1 or sent_row == rows - 1:
+                    at = message + sent_row // packed_rows * size
+                    _pack_rows(digits, size, payload, at, layout.levels, number + 1)
                 _store(payload, message + layout.scales_offset + sent_row, _BYTE, np.uint8(code))
             received = decoded if position >= 0 else predicted
             error_energy += _store_reference_row(new_reference, offset, values_row, received, size, dtype)
@@ -564,7 +602,7 @@ def decode(
     """Decode the payload of heads `first` to `last`, counted over links and groups.
 
     Args:
-        first: first head.
+        first: first head; no byte has rows of this head and of earlier ones.
         last: end of the heads.
         layout: sizes, strides and offsets, an EncodingLayout.
         dtype: type of the values and references in memory.
@@ -581,8 +619,12 @@ def decode(
     dim, tokens, row_tokens = layout.dim, layout.tokens, layout.row_tokens
     size = row_tokens * dim
     row_bytes, level_width = -(-size // layout.per_byte), np.float32(layout.width)
+    packed_rows = layout.packed_rows
     predicted, change = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
-    decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(row_bytes * layout.per_byte)
+    decoded, digits = (
+        _stack_buffer(size * _FLOAT_BYTES),
+        _stack_buffer(max(packed_rows * size, row_bytes * layout.per_byte)),
+    )
     for index in range(first, last):
         link, group, head, start, message = _locate_head(layout, index)
         gain, base_start = _ZERO, _locate_base(base, link, group, head)
@@ -598,8 +640,12 @@ def decode(
                 sent_row = (group * layout.heads + head) * (layout.active // row_tokens) + position
                 code = int(_load(payload, message + layout.scales_offset + sent_row, _BYTE))
                 width = level_width * _load(scale_table, code, _FLOAT)
-                _unpack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
-                _dequantize_row(decoded, digits, predicted, size, layout.levels, width, dtype)
+                number = sent_row % packed_rows
+                if packed_rows == 1:
+                    _unpack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
+                elif number == 0:
+                    _unpack_rows(digits, size, payload, message + sent_row // packed_rows * size, layout.levels)
+                _dequantize_row(decoded, digits + number * size, predicted, size, layout.levels, width, dtype)
             received = decoded if position >= 0 else predicted
             for i in range(size):
                 _store_rounded(new_reference, offset + i, dtype, _load(received, i, _FLOAT))

@@ -34,6 +34,14 @@ class Grid(NamedTuple):
         return self.levels >= 16
 
     @property
+    def is_across_rows(self) -> bool:
+        """Whether the values of a byte are those of adjacent rows in one column, not of adjacent columns.
+
+        Three or five columns a byte would leave gaps where kernels process columns by powers of two.
+        """
+        return 8 % self.per_byte > 0
+
+    @property
     def reach(self) -> float:
         """Outer edge of the outermost level, in root mean squares."""
         return self.width * self.levels / 2
@@ -79,20 +87,24 @@ def tokens_per_row(bits: float, dim: int, tokens: int, sends_all: bool) -> int:
     return math.gcd(max(1, ROW // dim), tokens) if sends_all and bits < 8 else 1
 
 
-def row_bytes(bits: float, size: int) -> int:
-    """Return the bytes that the packed levels of a row of `size` values take."""
-    return -(-size // GRIDS[bits].per_byte)
+def level_bytes(bits: float, rows: int, size: int) -> int:
+    """Return the bytes that the packed levels of a link's rows of `size` values take.
+
+    The last byte of a row, or of a column of all rows, has zeros for values that there are not.
+    """
+    grid = GRIDS[bits]
+    return -(-rows // grid.per_byte) * size if grid.is_across_rows else rows * -(-size // grid.per_byte)
 
 
 def quantize(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize rows.
+    """Quantize the rows of each link.
 
     Args:
-        values: (..., D), floating point.
+        values: (..., rows, D), floating point.
         bits: bits per value, one of GRIDS.
 
     Returns:
-        Packed levels, uint8 (..., :func:`row_bytes`); scales, uint8 (..., 1); and the decoded values as
+        Packed levels, uint8 (..., :func:`level_bytes`); scales, uint8 (..., rows, 1); and the decoded values as
         :func:`dequantize` returns them. A row with a value that is not finite has the scale NOT_FINITE.
     """
     grid, values = GRIDS[bits], values.float()
@@ -111,18 +123,21 @@ def quantize(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: int) -> torch.Tensor:
-    """Return the decoded values of packed levels and scales, float32 (..., size); NaN in rows that were not finite.
+    """Return the values of packed levels and scales, float32 (..., rows, size); NaN in rows that were not finite.
 
     Args:
-        packed: packed levels, uint8 (..., :func:`row_bytes`).
-        scales: uint8 (..., 1).
+        packed: packed levels, uint8 (..., :func:`level_bytes`).
+        scales: uint8 (..., rows, 1).
         bits: bits per value, one of GRIDS.
         size: number of values in a row.
     """
-    grid = GRIDS[bits]
+    grid, rows = GRIDS[bits], scales.shape[-2]
     digits = _digits(grid, packed.device).index_select(0, packed.flatten().int())
-    values = digits.view(*packed.shape[:-1], packed.shape[-1] * grid.per_byte)[..., :size]
-    return values * (grid.width * _decode_scale(scales))
+    if grid.is_across_rows:
+        values = digits.view(*packed.shape[:-1], -1, size, grid.per_byte).transpose(-1, -2).flatten(-3, -2)
+    else:
+        values = digits.view(*packed.shape[:-1], rows, -(-size // grid.per_byte) * grid.per_byte)
+    return values[..., :rows, :size] * (grid.width * _decode_scale(scales))
 
 
 def to_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,11 +195,13 @@ def scale_table(device: torch.device) -> torch.Tensor:
 
 
 def _pack(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Pack levels, integers in float32, into bytes; the first level of a byte is its lowest digit."""
-    if remainder := levels.shape[-1] % grid.per_byte:
-        levels = torch.nn.functional.pad(levels, (0, grid.per_byte - remainder))
-    groups = levels.unflatten(-1, (-1, grid.per_byte))
-    return (groups @ _weights(grid, levels.device)).to(torch.uint8)  # exact: integers below 2**24
+    """Pack levels (..., rows, D), integers in float32, into bytes; the first level of a byte is its lowest digit."""
+    dim = -2 if grid.is_across_rows else -1
+    if missing := -levels.shape[dim] % grid.per_byte:
+        levels = torch.nn.functional.pad(levels, (0, 0, 0, missing) if grid.is_across_rows else (0, missing))
+    groups, weights = levels.unflatten(dim, (-1, grid.per_byte)), _weights(grid, levels.device)
+    packed = weights @ groups if grid.is_across_rows else groups @ weights  # exact: integers below 2**24
+    return packed.to(torch.uint8).flatten(-2)
 
 
 @functools.cache  # created once, since copying it to a device blocks the host

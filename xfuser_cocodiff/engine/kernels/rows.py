@@ -18,7 +18,7 @@ import torch
 class ActiveTokens:
     """The tokens of each group that are sent; every group sends the same number.
 
-    Each kernel backend reads them in the form that suits it: as a mask, as positions or as indices.
+    Each kernel backend reads them in the form that suits it: as an order, as positions or as indices.
 
     Args:
         mask: uint8 (L, G, T or more); 1 marks a token that is sent.
@@ -28,6 +28,8 @@ class ActiveTokens:
 
     def __init__(self, mask: torch.Tensor, tokens: int, count: int) -> None:
         self.mask, self.tokens, self.count = mask, tokens, count
+        self.order: torch.Tensor | None = None
+        """Tokens that are sent and then the others, each ascending, int32 (L, G, T); set by Triton's kernels."""
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:

@@ -3,11 +3,9 @@
 :mod:`xfuser_cocodiff.engine.kernels` documents the functions.
 """
 
-import math
-
 import torch
 
-from xfuser_cocodiff.engine.kernels.quantize import dequantize, quantize, row_bytes, tokens_per_row
+from xfuser_cocodiff.engine.kernels.quantize import dequantize, level_bytes, quantize, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
@@ -146,16 +144,17 @@ def _value_section(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _in_rows(values: torch.Tensor, bits: float, active: ActiveTokens | None) -> torch.Tensor:
-    """Return values (L, G, H, T, D) as rows that share a scale, (L, G, H, rows, values per row)."""
-    *outer, tokens, dim = values.shape
+    """Return values (L, G, H, T, D) as rows that share a scale, (L, rows, values per row)."""
+    tokens, dim = values.shape[_TOKEN_DIM:]
     row_tokens = tokens_per_row(bits, dim, tokens, active is None)
-    return values.reshape(*outer, tokens // row_tokens, row_tokens * dim)
+    rows = values.shape[1:_TOKEN_DIM].numel() * tokens // row_tokens
+    return values.reshape(len(values), rows, row_tokens * dim)
 
 
 def _encoded_sections(
     payload: torch.Tensor, like: torch.Tensor, bits: float, active: ActiveTokens | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of a payload (P, n): its levels (P, G, H, rows, bytes per row) and scales (P, G, H, rows, 1).
+    """Return views of a payload (P, n): its levels (P, bytes) and scales (P, rows, 1).
 
     Args:
         payload: the bytes.
@@ -163,10 +162,9 @@ def _encoded_sections(
         bits: bits per value.
         active: tokens that are sent; None for all.
     """
-    _, *rows, row_size = _in_rows(like, bits, active).shape
-    width = row_bytes(bits, row_size)
-    levels, scales = payload.split([math.prod(rows) * width, math.prod(rows)], 1)
-    return levels.view(len(payload), *rows, width), scales.view(len(payload), *rows, 1)
+    _, rows, size = _in_rows(like, bits, active).shape
+    levels, scales = payload.split([level_bytes(bits, rows, size), rows], 1)
+    return levels, scales[..., None]
 
 
 def _add_residual(predicted: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

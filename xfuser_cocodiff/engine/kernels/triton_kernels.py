@@ -30,15 +30,21 @@ from xfuser_cocodiff.engine.kernels.triton_programs import (
     TensorArguments,
     _decode_kernel,
     _encode_kernel,
+    _order_kernel,
     _scores_kernel,
 )
 from xfuser_cocodiff.engine.topology import devices
 
-_VALUES_PER_PROGRAM = 4096
-"""Maximum number of values that a program processes at once."""
+_TILE_BYTES = 2048
+"""Maximum size of the values that a program processes at once: 16 bytes for each of its threads."""
+_TILES = 4
+"""Number of tiles of a program, unless the values of a byte are of more or fewer rows."""
+_ORDER_BLOCK = 1024
+"""Number of tokens that the ordering of a selection reads at once."""
 _MAX_TENSORS = 64
 """Maximum number of tensors in a launch: Q, K, V and O of many branches."""
-_LAUNCH_OPTIONS = {"enable_fp_fusion": False}
+_LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+"""Four warps leave 16 bytes of a tile to each thread."""
 
 
 def scores(
@@ -49,7 +55,7 @@ def scores(
     links, groups, heads, tokens, dim = reference.shape
     found = torch.empty(links, groups, tokens, device=values.device)
     block_dim = triton.next_power_of_2(dim)
-    block = max(1, min(64, _VALUES_PER_PROGRAM // block_dim))
+    block = max(1, _TILE_BYTES // values.itemsize // block_dim)
     _scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
         values, reference, prediction.previous, prediction.gains, found,
         groups, heads, tokens, *_local_arguments(local_slots, links), *values.stride()[:4],
@@ -139,38 +145,48 @@ def _arguments(part: MessagePart, strided: torch.Tensor) -> TensorArguments:
         raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
     sent = tokens if active is None else active.count
     row_tokens = 1 if bits is None else quantize.tokens_per_row(bits, dim, tokens, active is None)
-    code, rows = _code(bits, dim, row_tokens, tokens, _VALUES_PER_PROGRAM), groups * heads
+    code, pairs = _code(bits, dim, row_tokens, _TILE_BYTES // strided.itemsize), groups * heads
     gain_offset = payload.shape[1] - GAIN_BYTES if part.sends_gain else None
     payload = view_bytes(payload, strided.dtype) if bits is None else payload
-    scales_offset = rows * sent // row_tokens * triton.cdiv(row_tokens * dim, code.per_byte.value)
+    rows, program_rows = pairs * sent // row_tokens, code.block_rows.value * code.tiles.value
+    scales_offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
+    programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
     reference, previous, gains = part.prediction or (None, None, None)
     fields: tuple[Any, ...] = (
         strided, *strided.stride()[:4], *_base_arguments(part.base), reference, previous, gains,
-        None if active is None else active.positions, payload, payload.stride(0), scales_offset, gain_offset,
+        None if active is None else _order(active), payload, payload.stride(0), scales_offset, gain_offset,
         strided.new_empty(links, groups, heads, tokens, dim), links, groups, heads, tokens, sent,
-        *_local_arguments(part.local_slots, links),
-        links * rows * triton.cdiv(tokens // row_tokens, code.block_rows.value), code,
+        *_local_arguments(part.local_slots, links), links * programs, code.tiles.value, code,
     )  # fmt: skip
     return TensorArguments(*fields)
 
 
 @functools.lru_cache(maxsize=1024)  # for every tensor of every message
-def _code(bits: float | None, dim: int, row_tokens: int, tokens: int, most: int) -> Code:
+def _code(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> Code:
     """Return how rows of some tokens are encoded.
 
     Args:
         bits: bits per value; None to send values unchanged.
         dim: D.
         row_tokens: tokens per row.
-        tokens: T.
-        most: maximum number of values of a program.
+        tile_values: maximum number of values of a tile.
     """
-    grid = _grid(bits)
-    byte_columns = triton.next_power_of_2(grid.per_byte)
-    block = triton.next_power_of_2(triton.cdiv(row_tokens * dim, grid.per_byte)) * byte_columns
-    block_rows = max(1, min(most // block, triton.next_power_of_2(tokens // row_tokens)))
-    fields = *grid, grid.by_maximum, dim, row_tokens, byte_columns, block, block_rows
+    grid, block = _grid(bits), triton.next_power_of_2(row_tokens * dim)
+    tiles = grid.per_byte if grid.is_across_rows else _TILES
+    fields = *grid, grid.by_maximum, dim, row_tokens, grid.is_across_rows, block, max(1, tile_values // block), tiles
     return Code(*map(tl.constexpr, fields))
+
+
+def _order(active: ActiveTokens) -> torch.Tensor:
+    """Return the active tokens and then the others of each group, int32 (L, G, T), ordered once for all tensors."""
+    if active.order is None:
+        links, groups, _ = active.mask.shape
+        active.order = torch.empty(links, groups, active.tokens, dtype=torch.int32, device=active.mask.device)
+        mask = active.mask.flatten(0, 1)
+        _order_kernel[(links * groups,)](
+            mask, active.order, mask.stride(0), active.tokens, active.count, _ORDER_BLOCK, **_LAUNCH_OPTIONS
+        )
+    return active.order
 
 
 _NO_GRID = quantize.Grid(0, 1, 0.0)

@@ -1,11 +1,11 @@
 """The device code of the Triton backend; :mod:`triton_kernels` launches it.
 
 One launch encodes or decodes all tensors of a message: they follow each other in the programs of the grid. A program
-processes rows of one head, of one token each, or of several tokens if heads are small. If three or five values share a
-byte, columns have gaps, since bytes and the values of a byte are dims whose sizes are powers of two. Multiply and add
-are never fused: encoder and decoder must compute the same bits.
+processes some rows of a link, tile by tile; a row is a token of a head, or several tokens if heads are small. All rows
+of a program are sent, or none is. Multiply and add are never fused: encoder and decoder must compute the same bits.
 """
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ _PEAK_SHARE = tl.constexpr(quantize.PEAK_SHARE)
 _GAIN_STEPS = tl.constexpr(float(GAIN_STEPS))
 _MIN_WIDTH = tl.constexpr(torch.finfo(torch.float32).tiny)
 """Replacement for a width of 0 in comparisons."""
-_SUMS_BLOCK = tl.constexpr(1024)
+_CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
+"""Whether this Triton can keep loop invariants inside of a loop; not those before 3.5."""
+_SUMS_BLOCK = tl.constexpr(256)
 """Number of programs whose sums are read at once."""
 
 
@@ -40,12 +42,14 @@ class Code(NamedTuple):
     """D."""
     row_tokens: tl.constexpr
     """Tokens per row."""
-    byte_columns: tl.constexpr
-    """Columns per byte, `per_byte` rounded up to a power of two."""
+    is_across_rows: tl.constexpr
+    """Whether the values of a byte are those of adjacent rows in one column, not of adjacent columns."""
     block: tl.constexpr
-    """Columns of a program, some of them gaps."""
+    """Columns of a tile: values of a row, rounded up to a power of two."""
     block_rows: tl.constexpr
-    """Rows of a program."""
+    """Rows of a tile."""
+    tiles: tl.constexpr
+    """Tiles of a program; if bytes go across rows, tile k has the k-th row of each byte."""
 
 
 class TensorArguments(NamedTuple):
@@ -71,8 +75,8 @@ class TensorArguments(NamedTuple):
     """Link reference of the step before; None to predict the reference itself."""
     gains: torch.Tensor | None
     """uint8 (L)."""
-    positions: torch.Tensor | None
-    """Positions of active tokens, int32 (L, G, T); None if all are sent."""
+    order: torch.Tensor | None
+    """Active tokens and then the others of each group, int32 (L, G, T); None if all are sent."""
     payload: torch.Tensor
     """(P, n): uint8, or of the values' type if they are sent unchanged."""
     stride_payload: int
@@ -95,6 +99,8 @@ class TensorArguments(NamedTuple):
     """Number of local slots."""
     programs: int
     """Number of programs of this tensor, a multiple of L."""
+    tiles: int
+    """Tiles of a program; not a constant, so that loops are not unrolled, which would take registers."""
     code: Code
     next_gains: torch.Tensor | None = None
     """Gains for the next step, uint8 (L), written by the encoder if there is a previous reference."""
@@ -106,53 +112,59 @@ class TensorArguments(NamedTuple):
 
 
 @triton.jit
-def _locate_rows(program, groups, heads, rows, block_rows: tl.constexpr):
-    """Return the head of a program, as a flat index and as link, group and head, and the program's rows of that head.
-
-    A program has one head, so that it divides once and not for each row.
-    """
-    blocks = tl.cdiv(rows, block_rows)
-    head_index = program // blocks
-    pair = head_index // heads
-    row = program % blocks * block_rows + tl.arange(0, block_rows)
-    return head_index, pair // groups, pair % groups, head_index % heads, row
+def _locate_program(tensor, program):
+    """Return the link of a program, its number among those of the link, and how many of these send rows."""
+    row_tokens: tl.constexpr = tensor.code.row_tokens
+    rows_per_program: tl.constexpr = tensor.code.block_rows * tensor.code.tiles
+    sending = tl.cdiv(tensor.groups * tensor.heads * (tensor.active // row_tokens), rows_per_program)
+    programs = tensor.programs // tensor.links
+    return program // programs, program % programs, sending
 
 
 @triton.jit
-def _columns(size, per_byte: tl.constexpr, byte_columns: tl.constexpr, block: tl.constexpr):
-    """Return for each column its value in the row, its byte, its digit in the byte, and whether it holds a value.
+def _locate_rows(tensor, link, number, tile, sends: tl.constexpr):
+    """Return where the rows of a tile are.
 
     Args:
-        size: number of values in a row.
-        per_byte: values per byte.
-        byte_columns: columns per byte, `per_byte` rounded up to a power of two.
-        block: number of columns.
+        tensor: the tensor.
+        link: link of the rows.
+        number: number of the program among those of the link whose rows are sent, or are not.
+        tile: number of the tile in the program.
+        sends: whether the rows are sent.
+
+    Returns:
+        Index of each row among those of the link that are sent, or are not; whether it exists; its group, head and
+        first token; and the offset of its first value in a reference.
     """
-    index = tl.arange(0, block)
-    byte, digit = index // byte_columns, index % byte_columns
-    if per_byte == byte_columns:  # no gaps; the compiler would not infer this from a comparison of digits
-        return index, byte, digit, index < size
-    column = byte * per_byte + digit
-    return column, byte, digit, (digit < per_byte) & (column < size)
-
-
-@triton.jit
-def _tokens(row, column, dim: tl.constexpr, row_tokens: tl.constexpr):
-    """Return the token of each value of the rows, and the value's index in the token."""
-    if row_tokens == 1:
-        token, inner = row[:, None], column
+    row_tokens: tl.constexpr = tensor.code.row_tokens
+    block_rows: tl.constexpr = tensor.code.block_rows
+    index = tl.arange(0, block_rows)
+    if tensor.code.is_across_rows:
+        row = (number * block_rows + index) * tensor.code.tiles + tile
     else:
-        token, inner = row[:, None] * row_tokens + (column // dim)[None, :], column % dim
-    return token, inner
+        row = (number * tensor.code.tiles + tile) * block_rows + index
+    sent = tensor.active // row_tokens
+    of_head = sent if sends else tensor.tokens - sent
+    pair = row // of_head
+    group, head, position = pair // tensor.heads, pair % tensor.heads, row % of_head
+    valid = pair < tensor.groups * tensor.heads
+    token = position * row_tokens
+    if tensor.order is not None:
+        first = 0 if sends else sent
+        order = tensor.order + (link * tensor.groups + group) * tensor.tokens
+        token = tl.load(order + first + position, mask=valid, other=0)
+    start = (link * tensor.groups * tensor.heads + pair).to(tl.int64) * tensor.tokens + token
+    return row, valid, group, head, token, start * tensor.code.dim
 
 
 @triton.jit
-def _weight(digit, levels: tl.constexpr, per_byte: tl.constexpr):
-    """Return the weight of each digit in its byte, `levels` to the power of the digit."""
-    weight = tl.full(digit.shape, 1, tl.int32)
-    for exponent in tl.static_range(1, per_byte):
-        weight = tl.where(digit >= exponent, weight * levels, weight)
-    return weight
+def _tokens(token, column, dim: tl.constexpr, row_tokens: tl.constexpr):
+    """Return the token of each value of rows with these first tokens, and the value's index in the token."""
+    if row_tokens == 1:
+        of_value, inner = token[:, None], column
+    else:
+        of_value, inner = token[:, None] + (column // dim)[None, :], column % dim
+    return of_value, inner
 
 
 @triton.jit
@@ -278,7 +290,7 @@ def _encode_kernel(tensors, scale_table, sums, energies, counters):
 
 @triton.jit
 def _encode_rows(tensor, program, scale_table, sums):
-    """Encode the rows of a program, all of one head, and write the new reference.
+    """Encode the rows of a program, and write their new reference.
 
     Args:
         tensor: the tensor.
@@ -286,94 +298,181 @@ def _encode_rows(tensor, program, scale_table, sums):
         scale_table: scale of each code, float32 (256).
         sums: float32 (4), written: error energy, value energy, numerator and denominator of the gain.
     """
-    dim: tl.constexpr = tensor.code.dim
-    row_tokens: tl.constexpr = tensor.code.row_tokens
+    link, number, sending = _locate_program(tensor, program)
+    if tensor.order is not None:
+        if number < sending:
+            _encode_tiles(tensor, link, number, scale_table, sums, True)
+        else:
+            _encode_tiles(tensor, link, number - sending, scale_table, sums, False)
+    else:
+        _encode_tiles(tensor, link, number, scale_table, sums, True)
+
+
+@triton.jit
+def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
+    """Encode rows that are all sent, or predict rows none of which is; see :func:`_encode_rows`."""
     levels: tl.constexpr = tensor.code.levels
     per_byte: tl.constexpr = tensor.code.per_byte
-    byte_columns: tl.constexpr = tensor.code.byte_columns
+    size: tl.constexpr = tensor.code.row_tokens * tensor.code.dim
     block: tl.constexpr = tensor.code.block
     block_rows: tl.constexpr = tensor.code.block_rows
-    groups, heads, tokens = tensor.groups, tensor.heads, tensor.tokens
-    head_index, link, group, head, row = _locate_rows(program, groups, heads, tokens // row_tokens, block_rows)
-    column, _, digit, has_value = _columns(row_tokens * dim, per_byte, byte_columns, block)
-    valid = row < tokens // row_tokens
-    inside = valid[:, None] & has_value[None, :]
+    is_across_rows: tl.constexpr = tensor.code.is_across_rows
     slot = link + (link >= tensor.local_start) * tensor.local_count
-    token, inner = _tokens(row, column, dim, row_tokens)
-    start = _row_start(
-        slot, group, head, token, tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token
+    message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
+    gain = 0
+    if (tensor.previous is not None) or (tensor.gain_offset is not None):
+        gain = tl.load(tensor.gains + link)
+    if tensor.gain_offset is not None:  # every program of a link writes the same
+        tl.store(message.to(tl.pointer_type(tl.uint8)) + tensor.gain_offset, gain)
+    column = tl.arange(0, block)
+    packed, weight = tl.zeros([block_rows, block], tl.int32), 1
+    error_energy, value_energy = tl.zeros([block_rows], tl.float32), tl.zeros([block_rows], tl.float32)
+    numerator, denominator = tl.zeros([block_rows], tl.float32), tl.zeros([block_rows], tl.float32)
+    if _CAN_DISABLE_LICM:  # hoisted invariants would take registers
+        for tile in tl.range(tensor.tiles, disable_licm=True):
+            level, error, energy, moved, changed = _encode_tile(
+                tensor, slot, link, number, tile, message, gain, scale_table, sends
+            )
+            packed, weight = packed + level * weight, weight * levels
+            error_energy, value_energy = error_energy + error, value_energy + energy
+            numerator, denominator = numerator + moved, denominator + changed
+    else:
+        for tile in range(tensor.tiles):
+            level, error, energy, moved, changed = _encode_tile(
+                tensor, slot, link, number, tile, message, gain, scale_table, sends
+            )
+            packed, weight = packed + level * weight, weight * levels
+            error_energy, value_energy = error_energy + error, value_energy + energy
+            numerator, denominator = numerator + moved, denominator + changed
+    if sends and is_across_rows:
+        rows = tensor.groups * tensor.heads * (tensor.active // tensor.code.row_tokens)
+        index = number * block_rows + tl.arange(0, block_rows)
+        inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
+        tl.store(message + index.to(tl.int64)[:, None] * size + column[None, :], packed.to(tl.uint8), mask=inside)
+    if tensor.reference is not None:
+        tl.store(sums, tl.sum(error_energy))
+        tl.store(sums + 1, tl.sum(value_energy))
+        tl.store(sums + 2, tl.sum(numerator))
+        tl.store(sums + 3, tl.sum(denominator))
+
+
+@triton.jit
+def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, sends: tl.constexpr):
+    """Encode a tile, and write its new reference, its scales, and its levels unless bytes go across rows.
+
+    Args:
+        tensor: the tensor.
+        slot, link: slot and link of the rows.
+        number, tile: see :func:`_locate_rows`.
+        message: pointer to the link's payload.
+        gain: gain of the link in units of 1 / GAIN_STEPS.
+        scale_table: scale of each code, float32 (256).
+        sends: whether the rows are sent.
+
+    Returns:
+        Levels, int32 (rows, columns), and sums over each row, float32 (rows): error energy, value energy, numerator and
+        denominator of the gain.
+    """
+    levels: tl.constexpr = tensor.code.levels
+    size: tl.constexpr = tensor.code.row_tokens * tensor.code.dim
+    column = tl.arange(0, tensor.code.block)
+    level = tl.zeros([tensor.code.block_rows, tensor.code.block], tl.int32)
+    errors, moved, changed = (
+        tl.zeros([tensor.code.block_rows], tl.float32),
+        tl.zeros([tensor.code.block_rows], tl.float32),
+        tl.zeros([tensor.code.block_rows], tl.float32),
     )
-    offset = (head_index.to(tl.int64) * tokens + row * row_tokens)[:, None] * dim + column[None, :]
-    value = tl.load(tensor.strided + start + inner[None, :], mask=inside, other=0.0)
-    whole = value  # with a base, the value is the difference from here on
-    if tensor.base is not None:
+    row, valid, group, head, first_token, start = _locate_rows(tensor, link, number, tile, sends)
+    inside, offset = valid[:, None] & (column < size)[None, :], start[:, None] + column[None, :]
+    token, inner = _tokens(first_token, column, tensor.code.dim, tensor.code.row_tokens)
+    outer = _row_start(
+        slot, group[:, None], head[:, None], token,
+        tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token,
+    )  # fmt: skip
+    value = tl.load(tensor.strided + outer + inner[None, :], mask=inside, other=0.0)
+    exact = value.to(tl.float32)
+    energy = tl.sum(exact * exact, 1)
+    if tensor.base is not None:  # the value is the difference from here on
         subtracted = _load_base(
-            tensor.base, tensor.weight, link, group, head, token, inner[None, :], inside,
+            tensor.base, tensor.weight, link, group[:, None], head[:, None], token, inner[None, :], inside,
             tensor.stride_base_link, tensor.stride_base_group, tensor.stride_base_head, tensor.stride_base_token,
         )  # fmt: skip
-        value = (value.to(tl.float32) - subtracted).to(value.dtype)
-    message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
-    if tensor.reference is not None:
-        gain = 0
-        if (tensor.previous is not None) or (tensor.gain_offset is not None):
-            gain = tl.load(tensor.gains + link)
-        if tensor.gain_offset is not None:  # every program of a link writes the same
-            tl.store(message.to(tl.pointer_type(tl.uint8)) + tensor.gain_offset, gain)
-        predicted, current, change = _predict(tensor.reference, tensor.previous, offset, inside, gain)
-    position = row
-    if tensor.positions is not None:
-        position = tl.load(tensor.positions + (link * groups + group) * tokens + row, mask=valid, other=0) - 1
-    is_sent = valid & (position >= 0)
-    sent_row = ((group * heads + head) * (tensor.active // row_tokens) + position).to(tl.int64)  # of the link's rows
+        value = (exact - subtracted).to(value.dtype)
     decoded = value
-    if levels:
-        residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
-        residual = tl.where(inside, residual, 0.0)
-        energy = tl.sum(residual * residual, 1)
-        largest = tl.max(tl.abs(residual), 1)
-        if tensor.code.by_maximum:
-            code = tl.ceil(tl.log2(largest * tensor.reference_norm) * _PER_OCTAVE) + _ORIGIN
+    if tensor.reference is not None:
+        predicted, current, change = _predict(tensor.reference, tensor.previous, offset, inside, gain)
+        decoded = predicted
+        if tensor.previous is not None:  # before the values are quantized, so that fewer registers are in use
+            sampled, delta = inside & (token % tensor.stride_sample == 0), change.to(tl.float32)
+            difference = value.to(tl.float32) - current.to(tl.float32)
+            moved = tl.sum(tl.where(sampled, difference * delta, 0.0), 1)
+            changed = tl.sum(tl.where(sampled, delta * delta, 0.0), 1)
+    if sends:
+        if levels:
+            residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
+            residual = tl.where(inside, residual, 0.0)
+            level, code, width = _quantize(residual, scale_table, tensor.reference_norm, tensor.code)
+            decoded = _dequantize(level, width, predicted, (levels - 1) / 2)
+            level = tl.where(inside, level, 0)
+            if not tensor.code.is_across_rows:
+                _store_row_bytes(message, row, valid, level, size, levels, tensor.code.per_byte)
+            tl.store(message + tensor.scales_offset + row, code.to(tl.uint8), mask=valid)
         else:
-            scale = tl.maximum(tl.sqrt(energy) * tensor.reference_norm, largest * _PEAK_SHARE)
-            code = tl.floor(tl.log2(scale) * _PER_OCTAVE + _ORIGIN + 0.5)
-        code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
-        code = tl.where(energy < float("inf"), code, _NOT_FINITE).to(tl.int32)
-        width = tl.load(scale_table + code)[:, None] * tensor.code.level_width
-        if levels > 6:
-            level = tl.floor(tl.div_rn(residual, width))
-            level = tl.where(level == level, level, 0.0) + levels // 2
-            level = tl.minimum(tl.maximum(level, 0.0), levels - 1.0).to(tl.int32)
-        else:  # the same result without a division: one comparison per edge between levels
-            edge = tl.maximum(width, _MIN_WIDTH)
-            level = tl.zeros(residual.shape, tl.int32)
-            for number in tl.static_range(1, levels):
-                level += (residual >= (number - levels / 2) * edge).to(tl.int32)
-            level = tl.where((code == _NOT_FINITE)[:, None], levels // 2, level)
-        decoded = _dequantize(level, width, predicted, (levels - 1) / 2)
-        digits = tl.where(inside, level, 0) * _weight(digit, levels, per_byte)[None, :]
-        packed = tl.sum(tl.reshape(digits, [block_rows, block // byte_columns, byte_columns]), 2)
-        byte_index = tl.arange(0, block // byte_columns)
-        row_bytes: tl.constexpr = (row_tokens * dim + per_byte - 1) // per_byte
-        byte_pointers = message + (sent_row * row_bytes)[:, None] + byte_index[None, :]
-        tl.store(byte_pointers, packed.to(tl.uint8), mask=is_sent[:, None] & (byte_index < row_bytes)[None, :])
-        tl.store(message + tensor.scales_offset + sent_row, code.to(tl.uint8), mask=is_sent)
-    else:
-        tl.store(message + (sent_row * dim)[:, None] + column[None, :], value, mask=is_sent[:, None] & inside)
-    if tensor.positions is not None:
-        decoded = tl.where(is_sent[:, None], decoded, predicted)
+            tl.store(message + row.to(tl.int64)[:, None] * size + column[None, :], value, mask=inside)
+            decoded = value
     if tensor.reference is not None:
         tl.store(tensor.new_reference + offset, decoded, mask=inside)
         error = (value.to(tl.float32) - decoded.to(tl.float32)).to(value.dtype).to(tl.float32)
-        exact = whole.to(tl.float32)
-        tl.store(sums, tl.sum(tl.where(inside, error * error, 0.0)))
-        tl.store(sums + 1, tl.sum(tl.where(inside, exact * exact, 0.0)))
-        if tensor.previous is not None:
-            sampled, delta = inside & (token % tensor.stride_sample == 0), change.to(tl.float32)
-            moved = value.to(tl.float32) - current.to(tl.float32)
-            tl.store(sums + 2, tl.sum(tl.where(sampled, moved * delta, 0.0)))
-            tl.store(sums + 3, tl.sum(tl.where(sampled, delta * delta, 0.0)))
+        errors = tl.sum(tl.where(inside, error * error, 0.0), 1)
     else:
         tl.store(tensor.new_reference + offset, _zero_not_finite(value), mask=inside)
+    return level, errors, energy, moved, changed
+
+
+@triton.jit
+def _quantize(residual, scale_table, reference_norm, how):
+    """Return the level of each residual, and the code of the scale and the width of the levels of each row.
+
+    Args:
+        residual: float32 (rows, columns), 0 where there is no value.
+        scale_table: scale of each code, float32 (256).
+        reference_norm: see :class:`TensorArguments`.
+        how: a Code.
+    """
+    levels: tl.constexpr = how.levels
+    energy = tl.sum(residual * residual, 1)
+    largest = tl.max(tl.abs(residual), 1)
+    if how.by_maximum:
+        code = tl.ceil(tl.log2(largest * reference_norm) * _PER_OCTAVE) + _ORIGIN
+    else:
+        scale = tl.maximum(tl.sqrt(energy) * reference_norm, largest * _PEAK_SHARE)
+        code = tl.floor(tl.log2(scale) * _PER_OCTAVE + _ORIGIN + 0.5)
+    code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
+    code = tl.where(energy < float("inf"), code, _NOT_FINITE).to(tl.int32)
+    width = tl.load(scale_table + code)[:, None] * how.level_width
+    if levels > 6:
+        level = tl.floor(tl.div_rn(residual, width))
+        level = tl.where(level == level, level, 0.0) + levels // 2
+        level = tl.minimum(tl.maximum(level, 0.0), levels - 1.0).to(tl.int32)
+    else:  # the same result without a division: one comparison per edge between levels
+        edge = tl.maximum(width, _MIN_WIDTH)
+        level = tl.zeros(residual.shape, tl.int32)
+        for number in tl.static_range(1, levels):
+            level += (residual >= (number - levels / 2) * edge).to(tl.int32)
+        level = tl.where((code == _NOT_FINITE)[:, None], levels // 2, level)
+    return level, code, width
+
+
+@triton.jit
+def _store_row_bytes(message, row, valid, level, size: tl.constexpr, levels: tl.constexpr, per_byte: tl.constexpr):
+    """Write the levels of rows as bytes, each of them those of `per_byte` adjacent columns."""
+    row_bytes: tl.constexpr = (size + per_byte - 1) // per_byte
+    digit = tl.arange(0, level.shape[1]) % per_byte
+    digits = level << (digit * (8 // per_byte))[None, :]
+    packed = tl.sum(tl.reshape(digits, [level.shape[0], level.shape[1] // per_byte, per_byte]), 2)
+    index = tl.arange(0, level.shape[1] // per_byte)
+    inside = valid[:, None] & (index < row_bytes)[None, :]
+    tl.store(message + row.to(tl.int64)[:, None] * row_bytes + index[None, :], packed.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -392,30 +491,24 @@ def _reduce_in_last_program(tensor, sums, energies, counter):
     if tl.atomic_add(counter, 1, sem="acq_rel") == tensor.programs - 1:
         tl.store(counter, 0)
         programs = tensor.programs // tensor.links
-        index = tl.arange(0, _SUMS_BLOCK)
-        error_energy, value_energy = tl.zeros([_SUMS_BLOCK], tl.float32), tl.zeros([_SUMS_BLOCK], tl.float32)
+        index, field = tl.arange(0, _SUMS_BLOCK), tl.arange(0, 4)
+        of_tensor = tl.zeros([4], tl.float32)
         for link in range(tensor.links):
-            numerator, denominator = tl.zeros([_SUMS_BLOCK], tl.float32), tl.zeros([_SUMS_BLOCK], tl.float32)
+            total = tl.zeros([_SUMS_BLOCK, 4], tl.float32)
             for first in range(0, programs, _SUMS_BLOCK):
-                program_sums = sums + 4 * (link * programs + first + index)
-                inside = first + index < programs
-                error_energy += _load_sum(program_sums, inside)
-                value_energy += _load_sum(program_sums + 1, inside)
-                if tensor.previous is not None:
-                    numerator += _load_sum(program_sums + 2, inside)
-                    denominator += _load_sum(program_sums + 3, inside)
+                pointers = sums + 4 * (link * programs + first + index)[:, None] + field[None, :]
+                inside = (first + index < programs)[:, None]  # the first-level cache may not hold other programs' sums
+                total += tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+            of_link = tl.sum(total, 0)
+            of_tensor += of_link
             if tensor.previous is not None:
-                gain = tl.floor(tl.sum(numerator) / tl.sum(denominator) * _GAIN_STEPS + 0.5)
+                numerator, denominator = (
+                    tl.sum(tl.where(field == 2, of_link, 0.0)), tl.sum(tl.where(field == 3, of_link, 0.0))
+                )  # fmt: skip
+                gain = tl.floor(numerator / denominator * _GAIN_STEPS + 0.5)
                 gain = tl.where(gain == gain, tl.minimum(tl.maximum(gain, 0.0), _GAIN_STEPS), 0.0)
                 tl.store(tensor.next_gains + link, gain.to(tl.uint8))
-        tl.store(energies, tl.sum(error_energy))
-        tl.store(energies + 1, tl.sum(value_energy))
-
-
-@triton.jit
-def _load_sum(pointers, inside):
-    """Return sums of other programs, which this one's first-level cache may not hold."""
-    return tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+        tl.store(energies + field, of_tensor, mask=field < 2)
 
 
 @triton.jit
@@ -436,63 +529,96 @@ def _decode_kernel(tensors, scale_table):
 
 @triton.jit
 def _decode_rows(tensor, program, scale_table):
-    """Decode the rows of a program, all of one head, into the new reference and the target."""
-    dim: tl.constexpr = tensor.code.dim
-    row_tokens: tl.constexpr = tensor.code.row_tokens
+    """Decode the rows of a program into the new reference and the target; see :func:`_encode_rows`."""
+    link, number, sending = _locate_program(tensor, program)
+    if tensor.order is not None:
+        if number < sending:
+            _decode_tiles(tensor, link, number, scale_table, True)
+        else:
+            _decode_tiles(tensor, link, number - sending, scale_table, False)
+    else:
+        _decode_tiles(tensor, link, number, scale_table, True)
+
+
+@triton.jit
+def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
+    """Decode rows that were all sent, or predict rows none of which was."""
     levels: tl.constexpr = tensor.code.levels
     per_byte: tl.constexpr = tensor.code.per_byte
-    byte_columns: tl.constexpr = tensor.code.byte_columns
+    size: tl.constexpr = tensor.code.row_tokens * tensor.code.dim
     block: tl.constexpr = tensor.code.block
     block_rows: tl.constexpr = tensor.code.block_rows
-    groups, heads, tokens = tensor.groups, tensor.heads, tensor.tokens
-    head_index, link, group, head, row = _locate_rows(program, groups, heads, tokens // row_tokens, block_rows)
-    column, byte, digit, has_value = _columns(row_tokens * dim, per_byte, byte_columns, block)
-    valid = row < tokens // row_tokens
-    inside = valid[:, None] & has_value[None, :]
-    offset = (head_index.to(tl.int64) * tokens + row * row_tokens)[:, None] * dim + column[None, :]
+    is_across_rows: tl.constexpr = tensor.code.is_across_rows
     slot = link + (link >= tensor.local_start) * tensor.local_count
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
-    if tensor.reference is not None:
-        gain = 0
-        if tensor.gain_offset is not None:
-            gain = tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor.gain_offset)
-        elif tensor.previous is not None:
-            gain = tl.load(tensor.gains + link)
-        predicted, _, _ = _predict(tensor.reference, tensor.previous, offset, inside, gain)
-    position = row
-    if tensor.positions is not None:
-        position = tl.load(tensor.positions + (link * groups + group) * tokens + row, mask=valid, other=0) - 1
-    is_sent = valid & (position >= 0)
-    sent_row = ((group * heads + head) * (tensor.active // row_tokens) + position).to(tl.int64)
-    if levels:
-        code = tl.load(message + tensor.scales_offset + sent_row, mask=is_sent, other=0).to(tl.int32)
-        row_bytes: tl.constexpr = (row_tokens * dim + per_byte - 1) // per_byte
-        byte_pointers = message + (sent_row * row_bytes)[:, None] + byte[None, :]
-        packed = tl.load(byte_pointers, mask=is_sent[:, None] & inside, other=0).to(tl.int32)
-        if byte_columns == per_byte:  # a power of two: digits are bit fields
-            level = (packed >> (digit * (8 // per_byte))[None, :]) & (levels - 1)
+    gain = 0
+    if tensor.gain_offset is not None:
+        gain = tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor.gain_offset)
+    elif tensor.previous is not None:
+        gain = tl.load(tensor.gains + link)
+    column = tl.arange(0, block)
+    packed = tl.zeros([block_rows, block], tl.int32)
+    if sends and is_across_rows:
+        rows = tensor.groups * tensor.heads * (tensor.active // tensor.code.row_tokens)
+        index = number * block_rows + tl.arange(0, block_rows)
+        inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
+        packed = tl.load(message + index.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0)
+        packed = packed.to(tl.int32)
+    for tile in range(tensor.tiles):
+        row, valid, group, head, first_token, start = _locate_rows(tensor, link, number, tile, sends)
+        inside, offset = valid[:, None] & (column < size)[None, :], start[:, None] + column[None, :]
+        if tensor.reference is not None:
+            predicted, _, _ = _predict(tensor.reference, tensor.previous, offset, inside, gain)
+            decoded = predicted
+        if sends:
+            if levels:
+                if is_across_rows:
+                    rest = packed // levels
+                    level, packed = packed - rest * levels, rest
+                else:  # digits are bit fields
+                    row_bytes: tl.constexpr = (size + per_byte - 1) // per_byte
+                    pointers = message + row.to(tl.int64)[:, None] * row_bytes + (column // per_byte)[None, :]
+                    byte = tl.load(pointers, mask=inside, other=0).to(tl.int32)
+                    level = (byte >> (column % per_byte * (8 // per_byte))[None, :]) & (levels - 1)
+                code = tl.load(message + tensor.scales_offset + row, mask=valid, other=0).to(tl.int32)
+                width = tl.load(scale_table + code)[:, None] * tensor.code.level_width
+                decoded = _dequantize(level, width, predicted, (levels - 1) / 2)
+            else:
+                decoded = tl.load(message + row.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0.0)
+        if tensor.reference is not None:
+            tl.store(tensor.new_reference + offset, decoded, mask=inside)
         else:
-            level = packed // _weight(digit, levels, per_byte)[None, :] % levels
-        decoded = _dequantize(
-            level, tl.load(scale_table + code)[:, None] * tensor.code.level_width, predicted, (levels - 1) / 2
-        )
-    else:
-        pointers = message + (sent_row * dim)[:, None] + column[None, :]
-        decoded = tl.load(pointers, mask=is_sent[:, None] & inside, other=0.0)
-    if tensor.positions is not None:
-        decoded = tl.where(is_sent[:, None], decoded, predicted)
-    if tensor.reference is not None:
-        tl.store(tensor.new_reference + offset, decoded, mask=inside)
-    else:
-        tl.store(tensor.new_reference + offset, _zero_not_finite(decoded), mask=inside)
-    token, inner = _tokens(row, column, dim, row_tokens)
-    start = _row_start(
-        slot, group, head, token, tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token
-    )
-    if tensor.base is not None:
-        added = _load_base(
-            tensor.base, tensor.weight, link, group, head, token, inner[None, :], inside,
-            tensor.stride_base_link, tensor.stride_base_group, tensor.stride_base_head, tensor.stride_base_token,
+            tl.store(tensor.new_reference + offset, _zero_not_finite(decoded), mask=inside)
+        token, inner = _tokens(first_token, column, tensor.code.dim, tensor.code.row_tokens)
+        outer = _row_start(
+            slot, group[:, None], head[:, None], token,
+            tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token,
         )  # fmt: skip
-        decoded = (added + decoded.to(tl.float32)).to(decoded.dtype)
-    tl.store(tensor.strided + start + inner[None, :], decoded, mask=inside)
+        if tensor.base is not None:
+            added = _load_base(
+                tensor.base, tensor.weight, link, group[:, None], head[:, None], token, inner[None, :], inside,
+                tensor.stride_base_link, tensor.stride_base_group, tensor.stride_base_head, tensor.stride_base_token,
+            )  # fmt: skip
+            decoded = (added + decoded.to(tl.float32)).to(decoded.dtype)
+        tl.store(tensor.strided + outer + inner[None, :], decoded, mask=inside)
+
+
+@triton.jit
+def _order_kernel(mask, order, stride_mask, tokens, active, block: tl.constexpr):
+    """Write the active tokens of a group and then the others, each ascending; a program has a group.
+
+    Args:
+        mask: uint8 (groups, tokens or more); 1 marks an active token.
+        order: int32 (groups, tokens), written.
+        stride_mask: stride of the mask's groups.
+        tokens, active: number of tokens, and of active ones, per group.
+        block: number of tokens that are read at once.
+    """
+    group, sent = tl.program_id(0), 0
+    for first in range(0, tokens, block):
+        token = first + tl.arange(0, block)
+        is_active = tl.load(mask + group * stride_mask + token, mask=token < tokens, other=0).to(tl.int32)
+        before = sent + tl.cumsum(is_active, 0) - is_active  # active tokens before this one
+        position = tl.where(is_active > 0, before, active + token - before)
+        tl.store(order + group * tokens + position, token, mask=token < tokens)
+        sent += tl.sum(is_active, 0)

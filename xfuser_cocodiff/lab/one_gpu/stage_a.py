@@ -173,7 +173,7 @@ def _launched_with(count: int, values: int) -> Iterator[None]:
     replaced: dict[str, Any] = {
         name: _WithWarps(getattr(triton, name), count) for name in ("_encode_kernel", "_decode_kernel")
     }
-    with mock.patch.multiple(triton, _VALUES_PER_PROGRAM=values, **replaced):
+    with mock.patch.multiple(triton, _TILE_BYTES=2 * values, **replaced):
         yield
 
 
