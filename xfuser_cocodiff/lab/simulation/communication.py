@@ -33,7 +33,7 @@ a layer take 0.16 ms of a CPU (docs/codec_overhead.md), as long as 20 operators 
 _PADDING_OPERATORS = 3
 """Operators for the zero-padded heads of a tensor: recorded steps of FLUX.1 on 16 ranks have 11 more kernel launches in
 a layer, with four tensors, than those without padding would."""
-_CODEC_OPERATORS = {"paper": 24, "balanced": 24, "auto": 24, "fast": 37}
+_CODEC_OPERATORS = {"paper": 16, "balanced": 16, "auto": 16, "fast": 29}
 """Operators of a layer's codecs: kernel launches and at most so many others (docs/codec_overhead.md)."""
 
 
