@@ -11,7 +11,7 @@ from tests import ranks
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
@@ -19,6 +19,7 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec, CodedTensor, Lead
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, joint_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -449,3 +450,24 @@ def test_error_of_a_following_branch_has_that_of_the_leading_one(weight: float) 
     codecs.decode([CodedTensor(decoded, references[2], fine, None, packed, None, lead._replace(sent=None))])
     energy = (decoded - following).square().sum().item()
     assert reported.error_energy.item() == pytest.approx(energy, rel=0.05)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_errors_of_batched_branches_are_those_of_decoded_values(step: int) -> None:
+    """The following branch is encoded with the leading one, whose error it includes."""
+    link_states: dict[tuple[str, HeadGroup], LinkState] = {}
+    stats, decoded = CodecStats(), torch.empty(2, 2, 8, 64, DIM)
+    for number in range(step + 1):
+        # The second branch is close to the first one, so that the difference to it has a small error of its own.
+        of_step = torch.randn(2, 1, 8, 64, DIM, generator=torch.Generator().manual_seed(number))
+        values = torch.cat([of_step, 1.01 * of_step], 1)
+        stats = CodecStats()
+        codec = Codec(4) if number else Codec(1.6, is_keyframe=True)
+        layer_codecs = LayerCodecs(
+            None, {"v": codec}, link_states, stats, number, keyframe_codec=codec, joint=1.0, batched_branches=2
+        )
+        message = Message(Label("v"), [values], layer_codecs, range(1), samples=2)
+        message.decode(message.encode(), [decoded], lambda buffer: buffer)
+    expected = (decoded - values)[1:].square().sum((0, 2, 3, 4)).tolist()
+    reported = [error.error_energy.item() for error in stats.quant_errors]
+    assert reported == pytest.approx(expected, rel=0.1)

@@ -244,6 +244,8 @@ class CodedTensor(NamedTuple):
     """Slots of this rank, which are skipped; None for none."""
     lead: Lead | None = None
     """Leading branch that the reference was prepared for; None if there is none."""
+    sent_values: SentValues | None = None
+    """For the encoder: where the error is noted for branches that follow; None if none does."""
 
     def part(self) -> MessagePart:
         """Return what the kernels need."""
@@ -279,7 +281,10 @@ def _advance_unsent(tensor: CodedTensor) -> QuantError:
     """Advance the sender's reference of a tensor that is not sent, and return its error."""
     tensor.reference.advance_unsent(tensor.codec.predictor)
     remote = rows.remote_slots(tensor.values, tensor.local_slots)
-    return QuantError(energy(remote - decoded_values(tensor.reference, tensor.lead)), energy(remote))
+    error = QuantError(energy(remote - decoded_values(tensor.reference, tensor.lead)), energy(remote))
+    if tensor.sent_values:
+        tensor.sent_values.error_energy = error.error_energy
+    return error
 
 
 def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError | None:
@@ -292,6 +297,8 @@ def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError | Non
     error_energy = result.error_energy
     if error_energy is not None:
         error_energy = _error_energy(error_energy, tensor.values, reference, tensor.local_slots, lead)
+        if tensor.sent_values:
+            tensor.sent_values.error_energy = error_energy
     if lead:
         lead.rebase(reference, lead.next_weight)
     return None if error_energy is None else QuantError(error_energy, result.value_energy)

@@ -40,11 +40,6 @@ class LinkState:
         kept = self.sent_values.kept if self.sent_values else ()
         return self.sent.nbytes + self.received.nbytes + sum(tensor.nbytes for tensor in kept)
 
-    def note_error(self, error: QuantError) -> None:
-        """Note the reconstruction error of the sent values, which becomes part of those of other branches."""
-        if self.sent_values:
-            self.sent_values.error_energy = error.error_energy
-
     def drop_kept(self) -> None:
         """Drop the values that are kept: no difference to them is coded."""
         if self.sent_values:

@@ -13,7 +13,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, CodedTensor, QuantError
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     Joint,
     LayerCodecs,
@@ -109,18 +109,15 @@ class Message:
         """
         buffer, stats = self._new_buffer(), self._layer_codecs.stats
         stats.sent_bytes += self._copies * self._links * buffer.shape[1]
-        tensors: dict[str, CodedTensor] = {}
+        tensors: list[CodedTensor] = []
         for name, mask, payload in self._sections(buffer):
             tokens, joint = active.get(name), self._joints[name]
             if mask.nbytes and tokens:
                 codecs.pack_active(tokens, mask, self._unsent_slots)
-            how = self._link_state(name).sent, self._codecs[name], tokens, payload, self._unsent_slots
-            tensors[name] = CodedTensor(self._by_name[name], *how, joint.at_sender() if joint else None)
-        errors: list[QuantError] = []
-        for name, error in zip(tensors, codecs.encode(list(tensors.values())), strict=True):
-            if error:
-                errors.append(error)
-                self._link_state(name).note_error(error)
+            link_state, lead = self._link_state(name), joint.at_sender() if joint else None
+            how = link_state.sent, self._codecs[name], tokens, payload, self._unsent_slots, lead
+            tensors.append(CodedTensor(self._by_name[name], *how, link_state.sent_values))
+        errors = [error for error in codecs.encode(tensors) if error]
         stats.quant_errors += errors
         if _carries_flag(buffer):
             buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, errors)) else _NOT_FINITE)

@@ -264,12 +264,12 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
     layer_codecs.note_sent(name, ALL_HEADS, values, None)
     sizes = codecs.section_bytes(codec, name, values.shape, values.dtype)
     payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
-    [error] = codecs.encode([CodedTensor(values, reference, codec, active, payload, lead=lead)])
+    sent = link_state.sent_values
+    [error] = codecs.encode([CodedTensor(values, reference, codec, active, payload, None, lead, sent)])
     stats.sent_bytes += copies * len(values) * sum(map(codecs.aligned, sizes))
     stats.exact_bytes += copies * values.nbytes
     if error:
         stats.quant_errors.append(error)
-        link_state.note_error(error)
     if error and not is_finite(error):
         stats.repeated += 1
         link_state.drop_kept()
