@@ -113,8 +113,8 @@ class Coding:
         self.runtime = session.runtime
         session.runs.begin(STEPS)
         self.gathered, gathered = set(), UlyssesAttention._gathered
-        noting = lambda call, tensors, partition, label: (  # noqa: E731
-            self.gathered.add(label.layer) or gathered(call, tensors, partition, label)
+        noting = lambda call, tensors, partition, label, codecs: (  # noqa: E731
+            self.gathered.add(label.layer) or gathered(call, tensors, partition, label, codecs)
         )
         with mock.patch.object(UlyssesAttention, "_gathered", noting):
             return self.small.denoise(STEPS, session.runs.end_step)

@@ -109,10 +109,10 @@ class TwoLayers:
         self.gathered.clear()
         self.gathering.clear()
 
-        def noting(call: UlyssesAttention, tensors: list, partition: Any, label: Label) -> Any:
+        def noting(call: UlyssesAttention, tensors: list, partition: Any, label: Label, *codecs: Any) -> Any:
             self.gathered.append(label.tensors)
             self.gathering.append(label.layer)
-            return gathered(call, tensors, partition, label)
+            return gathered(call, tensors, partition, label, *codecs)
 
         with mock.patch.object(UlyssesAttention, "_gathered", noting):
             session.runs.begin(STEPS)

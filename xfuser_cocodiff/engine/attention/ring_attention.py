@@ -77,13 +77,14 @@ def ring_attention(
             yield from ((rank, keys[rank], values[rank]) for rank in ring.order[1:] if rank in keys)
 
     try:
-        merged = _merge(None, *attend(query, key, value, 0, ring.rank))
+        own = attend(query, key, value, 0, ring.rank)
+        merged = _merge(None, *own)
         for step, (rank, *block) in enumerate(arriving(), 1):
             merged = _merge(merged, *attend(query, block[0], block[1], step, rank))
     finally:  # after an error, peers still wait for their messages
         for handle in handles:
             handle.drain()
-    return merged[0].to(query.dtype)
+    return merged[0].to(own[0].dtype)
 
 
 def _gathers(

@@ -12,6 +12,7 @@ divided over the slow axes first, so keys arrive in their order.
 Sizes in shapes: P ranks, B batch, S sequence, H heads, h heads of a head group, D head dim.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,11 +124,14 @@ class UlyssesAttention:
     ) -> Handle[list[torch.Tensor]]:
         label = Label(names, self._layer, HeadGroup(index, self._groups))
         if self.gather:
-            mesh, work = self.gather.slow, lambda: self._gathered(tensors, self.gather, label)
-            return mesh.start(label, work, list, is_blocking)
+            # Bound now: the comm stream may run it after V's codecs have been followed by those of Q and K.
+            work = functools.partial(self._gathered, tensors, self.gather, label, self.layer_codecs)
+            return self.gather.slow.start(label, work, list, is_blocking)
         return start_seq_to_heads(tensors, self._mesh, label, self.layer_codecs, is_blocking)
 
-    def _gathered(self, tensors: list[torch.Tensor], partition: AxisPartition, label: Label) -> list[torch.Tensor]:
+    def _gathered(
+        self, tensors: list[torch.Tensor], partition: AxisPartition, label: Label, layer_codecs: LayerCodecs | None
+    ) -> list[torch.Tensor]:
         """Reshard tensors along the fast axes, then gather K and V among them along the slow ones."""
         if partition.fast:
             local = reshard_here(tensors, HEADS, SEQUENCE, partition.fast, label.head_group)
@@ -135,7 +139,7 @@ class UlyssesAttention:
             local = [label.head_group.of(tensor, HEADS) for tensor in tensors]
         names = label.tensors.removeprefix("q")
         queries, blocks = local[: -len(names)], local[-len(names) :]
-        return [*queries, *gather(blocks, partition.slow, label._replace(tensors=names), self.layer_codecs)]
+        return [*queries, *gather(blocks, partition.slow, label._replace(tensors=names), layer_codecs)]
 
     def wait_inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Wait for Q, K and V of a head group and return them, (B, h, S, D) each.

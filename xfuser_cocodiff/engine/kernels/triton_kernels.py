@@ -66,6 +66,7 @@ def scores(
 
 def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     """Encode the tensors of a message and write their payloads; see the package."""
+    assert len(parts) <= _MAX_TENSORS
     tensors = tuple(map(_sender_arguments, parts))
     device, programs = parts[0].values.device, sum(tensor.programs for tensor in tensors)
     sums, energies = torch.empty(programs, 4, device=device), torch.empty(len(parts), 2, device=device)
