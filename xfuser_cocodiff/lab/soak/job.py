@@ -172,12 +172,15 @@ def _sessions() -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Hold back signals that ask to stop: Python ignores what their handlers raise while it forks."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
+    """Hold back signals that ask to stop: Python ignores what their handlers raise while it forks.
+
+    The process must have a single thread, or another one would take the signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, user_namespace.STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _shared_memory() -> set[str]:
