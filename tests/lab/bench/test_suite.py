@@ -44,13 +44,13 @@ def test_runs_are_selected_by_the_part_before_a_dash() -> None:
     assert len(frontier) == 1 + 4 * 4
 
 
-DEAR = ("cluster-aurora-predicted", "cluster-aurora-4-nodes", "cluster-aurora-paper-sd35", "cluster-ethernet")
+SLOW = ("cluster-aurora-predicted", "cluster-aurora-4-nodes", "cluster-aurora-paper-sd35", "cluster-ethernet")
 """Runs whose best settings take seconds to find."""
 
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, id=run.name, marks=[pytest.mark.slow] * (run.name in DEAR)) for run in suite.select("cluster")],
+    [pytest.param(run, id=run.name, marks=[pytest.mark.slow] * (run.name in SLOW)) for run in suite.select("cluster")],
 )
 def test_cells_of_clusters_are_valid_and_have_the_psnr_of_the_frontier(run: BenchRun, tmp_path: Path) -> None:
     words = run.command.replace(" --predict", "").split()

@@ -65,7 +65,7 @@ def test_modes_are_found_by_their_exchange() -> None:
     assert found(variant("balanced")) == ("balanced", KV)
     assert found(variant("fast 16x1")) == ("fast", KV)
     assert found(variant("fast@v_first=off", 8, 2)) == (quality.MODES_IN_RING, RING)
-    assert found(variant("balanced", 24), aurora) == (quality.MODES_BY_HEADS, HEADS)  # K and V of twelve places
+    assert found(variant("balanced", 24), aurora) == (quality.MODES_BY_HEADS, HEADS)  # K and V of twelve coordinates
     assert found(variant("balanced 12x2", 12, 2), aurora) is None  # by heads, and in a ring
     assert found(variant("balanced 2x12", 2, 12), aurora) == (quality.MODES_IN_RING, RING)
     assert found(variant("paper")) == ("paper", HEADS)

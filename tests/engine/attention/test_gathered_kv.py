@@ -142,7 +142,7 @@ def test_errors_fall_with_bits_and_bytes_are_those_of_the_codes(sizes: str, slow
         assert max(errors) < max(coarse) < 0.3
 
 
-def test_references_of_two_places_are_as_large_as_those_of_all_to_alls() -> None:
+def test_references_of_two_coordinates_are_as_large_as_those_of_all_to_alls() -> None:
     sizes, schedule = LayerSizes(4 * 1024, 1024, 16, 2), CodecRuntime(None, "balanced", None, None, list).schedule
     assert ReferenceBytes.of(sizes, schedule, 1, 2) == ReferenceBytes.of(sizes, schedule, 2, 1)
 
