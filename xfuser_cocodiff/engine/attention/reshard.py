@@ -66,7 +66,7 @@ def reshard(
 def reshard_here(
     tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, head_group: HeadGroup = ALL_HEADS
 ) -> list[torch.Tensor]:
-    """Reshard tensors as :func:`reshard` does, on the caller's stream, even if others are in flight.
+    """Reshard tensors as :func:`reshard` does, on the caller's stream and without timing.
 
     Args:
         tensors: tensors of one dtype; sizes may differ.
@@ -92,7 +92,7 @@ def start_seq_to_heads(
     Args:
         tensors: tensors of one dtype; they must not change before the handle has been waited for.
         mesh: ranks and their topology.
-        label: a letter for each tensor, the layer, and the part of each rank's heads to send.
+        label: a letter for each tensor, the layer, and the head group to send.
         layer_codecs: codecs for slow axes; lossless when not given.
         is_blocking: whether the caller waits right away and computes nothing meanwhile.
 
@@ -154,7 +154,7 @@ def _by_rank(tensor: torch.Tensor, dim: int, plan: Plan, head_group: HeadGroup =
 
 
 def _results(pieces: list[torch.Tensor], dim: int, plan: Plan) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return new tensors for what arrives from all ranks, gathered along a dim, and views of them by source."""
+    """Return new tensors for the pieces of all ranks, gathered along a dim, and views of them by source."""
     levels, size = len(plan.shape), plan.topology.size
     shapes = [piece.shape[levels:] for piece in pieces]
     results = [
@@ -171,12 +171,13 @@ def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
 
 
 def _write(message: torch.Tensor, targets: list[torch.Tensor], plan: Plan) -> None:
+    """Copy the tensors of a received message to targets (*plan.shape, ...)."""
     for target, part in zip(targets, unpack(message, targets, len(plan.shape)), strict=True):
         target.copy_(part)
 
 
 def _merge(message: torch.Tensor, pieces: list[torch.Tensor], dim: int, plan: Plan) -> list[torch.Tensor]:
-    """Return what has arrived in place of pieces, gathered along a dim."""
+    """Return the tensors of a received message, gathered along a dim; `pieces` are those that this rank sent."""
     results, targets = _results(pieces, dim, plan)
     _write(message, targets, plan)
     return results

@@ -1,4 +1,4 @@
-"""Ring attention over an all-gather: each block of K and V is attended to as soon as it arrives.
+"""Ring attention over all-gathers of K and V: a rank attends to the blocks it has while others are in flight.
 
 Partial outputs are merged by their log-sum-exp, with the arithmetic of PyTorch's ring, which xDiT runs; in lossless
 mode in its order too, so that results are bit-identical to it.
@@ -92,8 +92,8 @@ def _gathers(
 ) -> list[tuple[Mesh, Sequence[int], Callable[[], list[torch.Tensor]]]]:
     """Return the all-gathers of K and V: the mesh, the ranks in the order of their blocks, and the operation.
 
-    With codecs, blocks of the own slow coordinate come first; the others are decoded where they arrive and go on along
-    the fast axes, unchanged.
+    Lossless, there is one. With codecs, the first returns the blocks of this rank's slow coordinate; the second decodes
+    those of other slow coordinates and gathers them along the fast axes, unencoded.
     """
     partition = layer_codecs.partition if layer_codecs else None
     if partition is None:

@@ -5,9 +5,9 @@ attends, the inputs of the next groups and the outputs of earlier ones are in fl
 the first group is sent early: attention starts as soon as the first group has arrived, so nothing that is needed later
 may precede it on the links.
 
-Where K and V are gathered along slow axes, neither Q nor O crosses these: all-to-alls are limited to the fast axes. A
-rank attends, with its heads of the fast axes, from the queries of its own slow coordinate to all keys. The sequence is
-divided over the slow axes first, so keys arrive in their order.
+Where K and V are gathered along slow axes, Q and O do not cross these: all-to-alls are limited to the fast axes. A rank
+attends, with its heads of the fast axes, from the queries of its own slow coordinate to all keys. The sequence is
+divided over the slow axes first, so gathered keys are in the order of the sequence.
 
 Sizes in shapes: P ranks, B batch, S sequence, H heads, h heads of a head group, D head dim.
 """
@@ -39,9 +39,9 @@ gathered."""
 
 
 class UlyssesAttention:
-    """One call of attention on the heads of a mesh's ranks: its communication, and with :meth:`run` all of it.
+    """One call of Ulysses attention. :meth:`run` does all of it; the others only communicate, for custom operators.
 
-    Without :meth:`run`, call :meth:`drain` after an error: peers still wait for the messages of this rank.
+    After an error in these, call :meth:`drain`: peers still wait for the messages of this rank.
 
     Args:
         mesh: ranks and their topology.
@@ -49,8 +49,7 @@ class UlyssesAttention:
         layer: name of the layer in traces.
         early_value: handle of V, or of its first head group, if it is in flight already.
         layer_codecs: codecs for slow axes; lossless when not given.
-        gather: partition whose slow side is the axes along which K and V are gathered; None where all tensors are
-            resharded along all axes.
+        gather: slow axes, along which K and V are gathered, and fast ones; None to reshard all tensors along all axes.
     """
 
     def __init__(

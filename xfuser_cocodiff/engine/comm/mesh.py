@@ -37,7 +37,7 @@ class Mesh:
     comm_stream: CommStream = field(default_factory=CommStream, compare=False)
     """Stream or thread of operations that run beside the caller."""
     is_part: bool = False
-    """Whether the mesh is a part of another one, whose operations on the comm stream use this mesh too."""
+    """Whether the mesh is a part of another one, with which it shares the comm stream."""
 
     @classmethod
     def over(
@@ -134,9 +134,10 @@ class Mesh:
     def _keeps_order(self, message: torch.Tensor) -> bool:
         """Return whether a single stage waits for earlier operations.
 
-        On a part of a mesh it would get among the collectives of an operation on the comm stream. On an accelerator,
-        collectives of different groups run at the same time. With several axes, a message in one stage would take links
-        from an earlier one in several stages, which the caller needs first.
+        On a part of a mesh, it could start between two collectives of an operation on the comm stream, and on other
+        ranks before or after them. On an accelerator, collectives of different groups run at the same time. With
+        several axes, a message in one stage would take links from an earlier one in several stages, which the caller
+        needs first.
         """
         return self.is_part or (self._has_several_axes and devices.capabilities(message.device.type).is_asynchronous)
 

@@ -1,6 +1,6 @@
 """Several tensors as one message.
 
-The first dims of a message, `levels` of them, index ranks and are common to its tensors; it has one dim more.
+The first `levels` dims of a message index ranks, as those of its tensors do; one more dim has the values.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 
 
 def pack(tensors: Sequence[torch.Tensor], levels: int) -> torch.Tensor:
-    """Return tensors (*ranks, ...) of one dtype as one message (*ranks, payload), with the least copies."""
+    """Return tensors (*ranks, ...) of one dtype as one message (*ranks, payload), with as few copies as possible."""
     first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous():
         return first.view(*first.shape[:levels], -1)
@@ -26,7 +26,7 @@ def pack(tensors: Sequence[torch.Tensor], levels: int) -> torch.Tensor:
 def unpack(message: torch.Tensor, like: Sequence[torch.Tensor], levels: int) -> list[torch.Tensor]:
     """Return a message's tensors, shaped as `like`, as views: the inverse of :func:`pack`.
 
-    The ranks may take other dims in the message.
+    The message may index ranks by other dims than `like`.
     """
     message = message.reshape(*like[0].shape[:levels], -1)
     parts = message.split(_payload_sizes(like, levels), -1) if len(like) > 1 else (message,)

@@ -248,7 +248,7 @@ class CodedTensor(NamedTuple):
     """For the encoder: where the error is noted for branches that follow; None if none does."""
 
     def part(self) -> MessagePart:
-        """Return what the kernels need."""
+        """Return the arguments of the kernels."""
         codec, base = self.codec, self.lead.base if self.lead else None
         prediction = _prediction(codec, self.reference, self.values, self.local_slots)
         how = prediction, codec.bits, self.active, self.payload, self.local_slots, codec.sends_gain, base
@@ -331,7 +331,7 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
     """Decode payloads into the values of each tensor, and advance the receiver's references to them.
 
     Args:
-        tensors: all on one device. None may follow another of them.
+        tensors: all on one device; a following branch needs a call after that of its leading branch.
     """
     parts = [tensor.part() for tensor in tensors if not tensor.codec.sends_nothing]
     decoded = iter(kernels.decode(parts) if parts else ())

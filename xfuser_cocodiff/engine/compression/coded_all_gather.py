@@ -1,7 +1,7 @@
-"""The all-gather of K and V along the sequence, coded on slow axes: each block crosses a slow link once.
+"""The all-gather of K and V along the sequence, which may be coded on slow axes.
 
-A rank's block is encoded once for all of its receivers, which share one link reference with the sender. A rank
-therefore has references of one block per other coordinate on the slow axes.
+With codecs, a rank's block is encoded once for all of its receivers, which share one link reference with the sender. A
+rank therefore has references of one block for each other coordinate on the slow axes.
 
 Sizes in shapes: N ranks of a mesh; B batch, H heads, T tokens and D head dim of a rank's block.
 """
@@ -23,11 +23,11 @@ def gather(
     label: Label,
     layer_codecs: LayerCodecs | None = None,
 ) -> list[torch.Tensor]:
-    """Return tensors with the tokens of all ranks of a mesh, in the order of ranks; runs on the caller's stream.
+    """Gather tensors along the sequence, in the order of ranks, on the caller's stream.
 
     Args:
         tensors: this rank's tensors (B, H, T, D), of one dtype.
-        mesh: axes to gather along; with codecs, the slow axes.
+        mesh: ranks to gather from; with codecs, the mesh of the slow axes.
         label: a letter for each tensor, and their head group.
         layer_codecs: codecs of the layer; None to send the tensors unchanged.
 

@@ -109,8 +109,9 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 def _receive_heads(*_: Any) -> tuple[torch.Tensor, ...]:
     ulysses = active().traced_call.ulysses
     query, key, value = ulysses.wait_inputs(0)
-    stays = ulysses.gather and not ulysses.gather.fast  # then Q is the graph's, which no operator may return
-    return query.clone() if stays else query, key, value
+    # Without fast axes, this is the Q that the operator was called with, and custom operators must not return inputs.
+    is_input = ulysses.gather and not ulysses.gather.fast
+    return query.clone() if is_input else query, key, value
 
 
 def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
