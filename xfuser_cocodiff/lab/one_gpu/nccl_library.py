@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,8 +106,11 @@ def start_build(folder: Path) -> None:
     if shutil.which("nvcc") is None or not torch.cuda.is_available() or _running_build(target):
         return
     shutil.rmtree(target, ignore_errors=True)
+    safe: dict[str, Any] = (
+        {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    )  # from Python 3.11.4 and 3.10.12
     with tarfile.open(archive) as source:
-        source.extractall(target, filter="data")
+        source.extractall(target, **safe)
     [root] = [path for path in target.iterdir() if path.is_dir()]
     with (folder / _LOG).open("w") as log:
         build = subprocess.Popen(_make(root), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
