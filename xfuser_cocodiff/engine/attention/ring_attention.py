@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.coded_all_gather import gather
+from xfuser_cocodiff.engine.compression.coded_all_gather import gather_blocks
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 
 PartialOutput = tuple[torch.Tensor, torch.Tensor]
@@ -73,7 +73,7 @@ def ring_attention(
 
     def arriving() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         for handle, (_, ranks, _) in zip(handles, gathers, strict=True):
-            keys, values = (dict(zip(ranks, whole.chunk(len(ranks), 2), strict=True)) for whole in handle.wait())
+            keys, values = (dict(zip(ranks, _by_rank(blocks), strict=True)) for blocks in handle.wait())
             yield from ((rank, keys[rank], values[rank]) for rank in ring.order[1:] if rank in keys)
 
     try:
@@ -97,18 +97,22 @@ def _gathers(
     """
     partition = layer_codecs.partition if layer_codecs else None
     if partition is None:
-        return [(ring.mesh, range(ring.mesh.topology.size), lambda: gather(tensors, ring.mesh, label))]
+        return [(ring.mesh, range(ring.mesh.topology.size), lambda: gather_blocks(tensors, ring.mesh, label))]
     fast, remote, ranks = partition.fast, partition.remote_indices, partition.ranks_by_slow_index
 
     def gather_remote() -> list[torch.Tensor]:
-        coded = gather(tensors, partition.slow, label, layer_codecs)
-        by_slow_index = (whole.chunk(len(ranks), 2) for whole in coded)
-        arrived = [torch.cat([blocks[index] for index in remote], 2) for blocks in by_slow_index]
-        return gather(arrived, fast, label) if fast else arrived
+        coded = gather_blocks(tensors, partition.slow, label, layer_codecs)
+        arrived = [torch.stack([blocks[index] for index in remote]) for blocks in coded]
+        return gather_blocks(arrived, fast, label) if fast else arrived
 
     far = [ranks[index][fast_index] for fast_index in range(partition.num_fast) for index in remote]
-    near = [(fast, ranks[partition.slow_index], lambda: gather(tensors, fast, label))] if fast else []
+    near = [(fast, ranks[partition.slow_index], lambda: gather_blocks(tensors, fast, label))] if fast else []
     return [*near, (partition.slow, far, gather_remote)]
+
+
+def _by_rank(blocks: torch.Tensor) -> list[torch.Tensor]:
+    """Return blocks (B, H, T, D), which one or two outer dims index, without copies."""
+    return [block for outer in blocks for block in (outer if outer.ndim > 4 else [outer])]
 
 
 def _merge(merged: PartialOutput | None, output: torch.Tensor, lse: torch.Tensor) -> PartialOutput:

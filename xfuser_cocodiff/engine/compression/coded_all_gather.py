@@ -37,20 +37,40 @@ def gather(
     size = mesh.topology.size
     wholes = [tensor.new_empty(*tensor.shape[:2], size * tensor.shape[2], tensor.shape[3]) for tensor in tensors]
     targets = [whole.unflatten(2, (size, -1)).movedim(2, 0) for whole in wholes]
+    for target, blocks in zip(targets, gather_blocks(tensors, mesh, label, layer_codecs, targets), strict=True):
+        if blocks is not target:
+            target.copy_(blocks)
+    return wholes
+
+
+def gather_blocks(
+    tensors: Sequence[torch.Tensor],
+    mesh: Mesh,
+    label: Label,
+    layer_codecs: LayerCodecs | None = None,
+    buffers: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Gather tensors as blocks, on the caller's stream. See :func:`gather` for the arguments.
+
+    Args:
+        buffers: where to decode each tensor, (N, B, H, T, D); allocated when not given. Unused without codecs.
+
+    Returns:
+        (N, B, H, T, D) each; without codecs, views of the received message.
+    """
+    size = mesh.topology.size
     partition = layer_codecs.partition if layer_codecs else None
     if layer_codecs is None or partition is None:
-        received = _gather(pack(tensors, 0), mesh)
-        for target, part in zip(targets, unpack(received, targets, 1), strict=True):
-            target.copy_(part)
-        return wholes
+        return unpack(_gather(pack(tensors, 0), mesh), [tensor.expand(size, *tensor.shape) for tensor in tensors], 1)
+    buffers = buffers or [tensor.new_empty(size, *tensor.shape) for tensor in tensors]
     own = partition.slow_index
-    for target, tensor in zip(targets, tensors, strict=True):
-        target[own].copy_(tensor)
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        buffer[own].copy_(tensor)
     values = [tensor[None] for tensor in tensors]
     message = Message(label, values, layer_codecs, range(own, own + 1), len(tensors[0]), copies=size - 1)
     received = _gather(message.encode()[0], mesh)
-    message.decode(received, targets, lambda sent: _gather(sent[0], mesh))
-    return wholes
+    message.decode(received, buffers, lambda sent: _gather(sent[0], mesh))
+    return list(buffers)
 
 
 def _gather(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
