@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from xfuser_cocodiff.engine.comm import comm_stream, stages
+from xfuser_cocodiff.lab.accelerator import op_cost
 
 CALLER = "the caller's stream"
 PINNED = "pinned memory"
@@ -155,6 +156,8 @@ class MockDevice(TorchDispatchMode):
         self._late, self._num_streams = late, 0
         self.launched: Counter[str] = Counter()
         """Number of launches by operation."""
+        self.moved: Counter[str] = Counter()
+        """Bytes that launches read and write, by operation."""
         self.grids: list[tuple[str, tuple[int, ...]]] = []
         """Grids of Triton kernels, in the order of their launches."""
         self._stack = contextlib.ExitStack()
@@ -231,8 +234,10 @@ class MockDevice(TorchDispatchMode):
         self.launched[name] += 1
         self.grids.append((name, grid))
         by_name = [*arguments.items()]
+        self.moved[name] += _kernel_bytes(arguments)
         for each in arguments.get("tensors", ()):  # of a message
             by_name += each._asdict().items()
+            self.moved[name] += _kernel_bytes(each._asdict())
         for argument, tensor in by_name:
             if isinstance(tensor, torch.Tensor):
                 self._access(agent, tensor, argument in WRITTEN[name], name)
@@ -248,6 +253,7 @@ class MockDevice(TorchDispatchMode):
             return
         if agent is not self.host and str(func) not in UNMARKED_VIEWS:
             self.launched[str(func)] += 1
+            self.moved[str(func)] += op_cost.op_bytes(func, args, kwargs, outputs)
         written = {_storage(value) for value in _written(func, args, kwargs)}
         for tensor in inputs:
             self._access(agent, tensor, _storage(tensor) in written, str(func))
@@ -354,6 +360,15 @@ class MockExecutor:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _kernel_bytes(arguments: dict[str, Any]) -> int:
+    """Return the bytes of a Triton kernel's arguments; of those by slot, the bytes of other ranks' slots."""
+    found = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    by_link = found.get("new_reference", found.get("reference"))
+    for name in {"strided", "payload", "values"} & found.keys():
+        found[name] = found[name][: len(by_link)]
+    return op_cost.moved_bytes(found.values())
 
 
 def _argument(func: Any, args: tuple, kwargs: dict, name: str) -> Any:

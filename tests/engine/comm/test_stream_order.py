@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -322,8 +323,8 @@ SELECTION_LAUNCHES = 12
 """Operations that select tokens, pack and unpack the selection, and number the tokens at both ends."""
 
 
-def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, int]:
-    """Return the launches of kernels and of other operations in a layer whose tensors are all coded."""
+def coded_layer(slow: str, v_first: bool, share: float, shape: tuple[int, ...], dtype: torch.dtype) -> MockDevice:
+    """Return a mock device with the launches of a layer whose tensors are all coded, at its fourth step."""
     codecs_of = {
         **dict.fromkeys("qkv", Codec(2, share, predictor=ADAPTIVE)),
         "o": Codec(1.6, predictor=ADAPTIVE),
@@ -331,7 +332,7 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
     with MockDevice() as mock_device, mock_device.by_triton():
         make_tables()
         mesh, partition = partition_of(slow, staged=False)
-        query, key, value = (torch.randn(1, 8, 8, 16, device=device()) for _ in range(3))
+        query, key, value = (torch.empty(shape, dtype=dtype, device=device()) for _ in range(3))
         link_states: dict = {}
         for step in range(4):
             tensor_codecs = codecs_of if step else dict.fromkeys("qkvo", EXACT)
@@ -339,11 +340,21 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
                 partition, tensor_codecs, link_states, CodecStats(), step, single_stage=slow == SINGLE_STAGE
             )
             mock_device.launched.clear()
+            mock_device.moved.clear()
             sent = start_seq_to_heads([value], mesh, Label("v"), layer_codecs) if v_first else None
             ulysses = UlyssesAttention(mesh, early_value=sent, layer_codecs=layer_codecs)
             ulysses.run(query, key, value, lambda query, *_: query)
-        kernels = sum(count for name, count in mock_device.launched.items() if name.endswith("_kernel"))
-        return kernels, mock_device.launched.total() - kernels
+        return mock_device
+
+
+def by_kernels_and_others(counted: Counter[str]) -> tuple[int, int]:
+    """Return what a counter has of Triton kernels, and of other operations."""
+    kernels = sum(count for name, count in counted.items() if name.endswith("_kernel"))
+    return kernels, counted.total() - kernels
+
+
+def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, int]:
+    return by_kernels_and_others(coded_layer(slow, v_first, share, (1, 8, 8, 16), torch.float32).launched)
 
 
 @pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(SLOW, BOTH, [1.0, 0.5])))
@@ -353,6 +364,27 @@ def test_coded_layer_has_few_launches(slow: str, v_first: bool, share: float) ->
     # and one puts the selection in order at each end.
     assert kernels == 2 * (3 if v_first else 2) + 3 * (share < 1)
     assert others <= MAX_LAUNCHES + SELECTION_LAUNCHES * (share < 1)
+
+
+FLUX = (1, 24, 4608 // 4, 128)
+"""Values of FLUX.1-dev at 1024 pixels on one of four ranks."""
+
+
+def moved(rank: int, slow: str, share: float) -> tuple[int, int]:
+    return by_kernels_and_others(coded_layer(slow, False, share, FLUX, torch.bfloat16).moved)
+
+
+@pytest.mark.parametrize(("slow", "share"), pairwise(itertools.product(["node", "all", SINGLE_STAGE], [1.0, 0.5])))
+def test_coded_layer_moves_few_bytes(slow: str, share: float) -> None:
+    """Each end reads values or payload and two references, and writes one, and payload or values. Scores of V read all
+    but the payload once more."""
+    [(kernels, others)] = ranks.run(moved, 1, slow, share)
+    size = math.prod(FLUX) * torch.bfloat16.itemsize
+    remote = size * (3 if slow == "all" else 2) // 4
+    payload = remote * (3 * 2 * share + 1.6) / 16
+    assert kernels <= 1.1 * (4 * 8 * remote + 2 * payload + (3 * remote if share < 1 else 0))
+    # Lossless, each of two stages reads and writes all tensors twice.
+    assert others <= 2 * 4 * 4 * size / 2
 
 
 MAX_GRID = 2**31 - 1, 65_535, 65_535

@@ -69,7 +69,7 @@ def kernel_seconds(accelerator: Accelerator, func: Any, args: tuple, kwargs: dic
         kwargs: its keyword arguments.
         result: its result.
     """
-    moved = _read_bytes(func, args, kwargs, result) + moved_bytes(tensors_in(result))
+    moved = op_bytes(func, args, kwargs, result)
     if is_attention(func):
         query, key, value = args[:3]
         batch, heads, queries, head_dim = query.shape
@@ -78,6 +78,11 @@ def kernel_seconds(accelerator: Accelerator, func: Any, args: tuple, kwargs: dic
     count = flop_registry.get(func._overloadpacket)
     flops = float(count(*args, **kwargs, out_val=result)) if count else 0.0
     return accelerator.kernel_seconds(moved, matmul_flops=flops)
+
+
+def op_bytes(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+    """Return the bytes that an operation reads and writes. See :func:`kernel_seconds` for the arguments."""
+    return _read_bytes(func, args, kwargs, result) + moved_bytes(tensors_in(result))
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
