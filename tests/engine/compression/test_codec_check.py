@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression import codec_check, codecs, link_reference
+from xfuser_cocodiff.engine.compression import codec_check, codecs, link_reference, message
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
+from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.settings.options import MODES
 
 CPU = torch.device("cpu")
@@ -111,6 +112,26 @@ def test_kernels_of_following_branches_are_checked(monkeypatch: pytest.MonkeyPat
     reason = codec_check.failure(kernels.NUMBA, "balanced", "cached=0.5,joint=1", CPU, tokens=64)
     assert reason.endswith("in a following branch")
     assert codec_check.failure(kernels.NUMBA, "balanced", "cached=0.5,joint=0", CPU, tokens=64) is None
+
+
+@pytest.mark.parametrize("names", ["qkv", "o", "v", "qk", "kv"])
+def test_kernels_of_each_message_are_checked(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    """Kernels are compiled for the codecs of all tensors of a message: make the mistake in one message only."""
+    original, sent = message.codecs.encode, Message.encode
+
+    def encode(self: Message) -> torch.Tensor:
+        def wrong(tensors: list) -> list:
+            found = original(tensors)
+            if self.names == names and tensors[0].reference.has_values:
+                tensors[0].reference._current = (-tensors[0].reference.predict(),)
+            return found
+
+        monkeypatch.setattr(message.codecs, "encode", wrong)
+        return sent(self)
+
+    monkeypatch.setattr(Message, "encode", encode)
+    reason = codec_check.failure(kernels.NUMBA, "balanced", None, CPU, tokens=64)
+    assert reason.startswith(tuple(name.upper() for name in names)) and "different references" in reason
 
 
 def test_int8_references_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from xfuser_cocodiff.xdit.session import kernel_check
 
 
 def checked(rank: int, backends: list[str], failures: list[str | None], mode: str) -> tuple[str, list, list[str]]:
-    """Return the kernels in use after the check on an accelerator, the checked ones, and the warnings."""
+    """Return the kernels in use after the check on an accelerator, what was checked, and the warnings."""
     config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, schedule="bits=4")
     calls, warnings = [], []
 
@@ -28,8 +28,8 @@ def checked(rank: int, backends: list[str], failures: list[str | None], mode: st
         mock.patch.object(kernel_check.codec_check, "failure", failure),
         mock.patch.object(kernel_check, "warn_once", warnings.append),
     ):
-        used = kernel_check.with_checked_kernels(config, dist.group.WORLD).kernels
-    return used, [call[:3] for call in calls], warnings
+        used = kernel_check.with_checked_kernels(config, dist.group.WORLD, head_dim=64).kernels
+    return used, [(*call[:3], call[4]) for call in calls], warnings
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def checked(rank: int, backends: list[str], failures: list[str | None], mode: st
 def test_ranks_agree_on_kernels(backends: list[str], failures: list[str | None], used: str) -> None:
     for rank, (found, calls, warnings) in enumerate(ranks.run(checked, 2, backends, failures, "balanced")):
         assert found == used
-        assert calls == ([("triton", "balanced", "bits=4")] if backends[rank] == "triton" else [])
+        assert calls == ([("triton", "balanced", "bits=4", 64)] if backends[rank] == "triton" else [])
         if used == "auto":
             assert not warnings
         else:

@@ -4,6 +4,9 @@ Sender and receiver compute references by two kernels, which a compiler may roun
 bits would add up from step to step, unseen. So each codec of a mode encodes and decodes random values once, and its
 references and results are compared bit for bit, and with those of PyTorch's kernels. A second branch follows the first
 as in guided models, since kernels that code differences to a leading branch are compiled by themselves.
+
+Kernels are compiled for the codecs of all tensors of a message. Checked are the messages that a run of 50 steps may
+send, and the codecs of shorter runs, and of all layers of a tuned schedule, in messages of one tensor.
 """
 
 import itertools
@@ -17,13 +20,18 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
 from xfuser_cocodiff.engine.compression.codecs import Codec, Lead, decoded_values
-from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
-from xfuser_cocodiff.engine.compression.modes import FEW_STEPS, VERY_FEW_STEPS, CodecSchedule
+from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
+from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, FEW_STEPS, VERY_FEW_STEPS, CodecSchedule
 
-_TOTALS = (VERY_FEW_STEPS, FEW_STEPS, 50)
-"""Numbers of steps of a short run and of a long one, which modes schedule differently."""
-_GROUPS, _HEADS, _TOKENS, _HEAD_DIM = 2, 4, 512, 128
+_FEW = (VERY_FEW_STEPS, FEW_STEPS)
+"""Numbers of steps of short runs, which modes schedule differently."""
+_MESSAGES = (BY_HEADS, ("v", "qk"), ("kv",))
+"""Messages of a layer: by heads, by heads with V first, and with K and V gathered."""
+_ONE_TENSOR = ("v",)
+_GROUPS, _HEADS, _TOKENS = 2, 4, 512
 """Sizes of the values: full blocks of the kernels."""
+HEAD_DIM = 128
+"""Head dim of most models."""
 _CHANGE = 0.05
 """Change of the values from step to step, relative to the values."""
 _BRANCH_DIFFERENCE = 0.2
@@ -39,13 +47,22 @@ class _Run(NamedTuple):
 
     steps: list[Mapping[str, Codec]]
     """Codecs of each step."""
+    messages: tuple[str, ...]
+    """Letters of the tensors of each message."""
     joint: float
     """Weight of the leading branch in the difference that is coded for the following one; 0 for one branch."""
     int8_references: bool = False
     """Whether references are stored in int8."""
 
 
-def failure(choice: str, mode: str, overrides: str | None, device: torch.device, tokens: int = _TOKENS) -> str | None:
+def failure(
+    choice: str,
+    mode: str,
+    overrides: str | None,
+    device: torch.device,
+    head_dim: int = HEAD_DIM,
+    tokens: int = _TOKENS,
+) -> str | None:
     """Return why the kernels of a choice must not be used on this device, or None if they passed.
 
     Args:
@@ -53,12 +70,14 @@ def failure(choice: str, mode: str, overrides: str | None, device: torch.device,
         mode: a lossy mode, one of options.MODES.
         overrides: changes to the mode's schedule, in its notation.
         device: device of the values.
+        head_dim: head dim of the model, for which kernels are compiled.
         tokens: number of tokens.
     """
+    shape = NUM_SLOTS, _GROUPS, _HEADS, tokens, head_dim
     try:
         runs = list(_runs(mode, overrides))
-        for run in (*runs, runs[-1]._replace(int8_references=True)):
-            if reason := _failure_of_run(choice, run, device, tokens):
+        for run in (*runs, runs[0]._replace(int8_references=True)):
+            if reason := _failure_of_run(choice, run, device, shape):
                 return reason
     except Exception as error:  # of a compiler, a driver or a launch
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -68,43 +87,61 @@ def failure(choice: str, mode: str, overrides: str | None, device: torch.device,
 
 
 def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
-    """Yield some steps of a short and a long run: keyframes, first residuals and the last step."""
-    for total, is_guided in itertools.product(_TOTALS, (False, True)):
+    """Yield runs of a few steps: those of a long run in each message, and other codecs in a message of one tensor.
+
+    The steps of a long run are the keyframes, the first residuals and the last step.
+    """
+
+    def schedule_of(total: int, is_guided: bool) -> CodecSchedule:
         preset = modes.preset(mode, total, is_guided) or CodecSchedule()
-        schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
-        steps = sorted({0, *range(schedule.warmup, schedule.warmup + 3), total - 1} & {*range(total)})
-        yield _Run([schedule.codecs(step, total) for step in steps], schedule.joint)
-        if schedule.allocation:  # bits of other layers
-            keyframe = dict.fromkeys(LETTERS, schedule.keyframe_codec)
-            layers = schedule.allocation.layers
-            found = {
-                codec for layer in layers for step in steps for codec in schedule.codecs(step, total, layer).values()
-            }
-            for codec in sorted(found, key=str):
-                yield _Run([keyframe, *[dict.fromkeys(LETTERS, codec)] * 3], schedule.joint)
+        return CodecSchedule.parse(overrides, preset) if overrides else preset
+
+    long_runs: list[CodecSchedule] = []
+    known: set[tuple[Codec, float]] = set()
+    for is_guided in (False, True):
+        schedule = schedule_of(DEFAULT_STEPS, is_guided)
+        if schedule not in long_runs:
+            long_runs.append(schedule)
+            steps = [schedule.codecs(step, DEFAULT_STEPS) for step in _checked_steps(schedule, DEFAULT_STEPS)]
+            yield from (_Run(steps, messages, schedule.joint) for messages in _MESSAGES)
+            known |= {(codec, schedule.joint) for codecs in steps for codec in codecs.values()}
+    for total, is_guided in itertools.product((*_FEW, DEFAULT_STEPS), (False, True)):
+        schedule = schedule_of(total, is_guided)
+        layers = [None, *(schedule.allocation.layers if schedule.allocation else ())]
+        steps = [schedule.codecs(step, total, layer) for layer in layers for step in _checked_steps(schedule, total)]
+        for codec in sorted({codec for codecs in steps for codec in codecs.values()}, key=str):
+            if (codec, schedule.joint) not in known:
+                known.add((codec, schedule.joint))
+                keyframe = dict.fromkeys(LETTERS, schedule.keyframe_codec)
+                yield _Run([keyframe, *[dict.fromkeys(LETTERS, codec)] * 3], _ONE_TENSOR, schedule.joint)
 
 
-def _failure_of_run(choice: str, run: _Run, device: torch.device, tokens: int) -> str | None:
-    """Return what is wrong in a run of some steps, or None."""
-    shape = NUM_SLOTS, _GROUPS, _HEADS, tokens, _HEAD_DIM
+def _checked_steps(schedule: CodecSchedule, total: int) -> list[int]:
+    """Return the numbers of the steps whose codecs are checked."""
+    return sorted({0, *range(schedule.warmup, schedule.warmup + 3), total - 1} & {*range(total)})
+
+
+def _failure_of_run(choice: str, run: _Run, device: torch.device, shape: tuple[int, ...]) -> str | None:
+    """Return what is wrong in a run of some steps with values (P, G, H, T, D), or None."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    first, change, difference = ({name: draw() for name in LETTERS} for _ in range(3))
-    leading = Loopback(run.joint, int8_references=run.int8_references)
-    following = Loopback(run.joint, leading, run.int8_references)
+    names = "".join(run.messages)
+    first, change, difference = ({name: draw() for name in names} for _ in range(3))
+    leading = Loopback(run.messages, run.joint, int8_references=run.int8_references)
+    following = Loopback(run.messages, run.joint, leading, run.int8_references)
     for step, codecs in enumerate(run.steps):
         for branch, layer in enumerate((leading, following) if run.joint else (leading,)):
             scales = _CHANGE * step, _BRANCH_DIFFERENCE * branch
             values = {
                 name: (first[name] + scales[0] * change[name] + scales[1] * difference[name]).bfloat16()
-                for name in LETTERS
+                for name in names
             }
             if reason := _failure_of_step(choice, layer, values, codecs, step):
-                names = ["in a following branch"] * branch + ["int8 references"] * run.int8_references
-                return ", ".join([reason, *names])
+                where = ["in a following branch"] * branch + ["int8 references"] * run.int8_references
+                return ", ".join([reason, *where])
     return None
 
 
@@ -117,7 +154,7 @@ def _failure_of_step(
     decoded, stats = layer.send(values, codecs, seed=step)
     kernels.use(kernels.TORCH)
     expected, expected_stats = expected_layer.send(values, codecs, seed=step)
-    for name in LETTERS:
+    for name in values:
         reason = _difference(layer, expected_layer, name, codecs[name], decoded[name], expected[name])
         if reason:
             return f"{name.upper()} at {codecs[name]}: {reason}"

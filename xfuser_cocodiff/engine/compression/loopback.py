@@ -1,7 +1,7 @@
 """A layer whose messages return to the rank that sends them: codecs run as in collectives, without communication."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,19 +12,28 @@ from xfuser_cocodiff.engine.compression.message import Message
 
 _LOCAL_SLOTS, NUM_SLOTS = range(1), 2
 """Slots of this rank, and all slots of a message: this rank's, and one that it sends to and receives from."""
-_MESSAGES = ("qkv", "o")
+BY_HEADS = ("qkv", "o")
+"""Tensors of each message of a layer by heads."""
 
 
 class Loopback:
-    """A layer by heads on one of two coordinates of a slow axis, both ends of whose link are in this process.
+    """A layer on one of two coordinates of a slow axis, both ends of whose link are in this process.
 
     Args:
+        messages: letters of the tensors of each message.
         joint: weight of the leading branch in the difference that is coded for the following one.
         leader: this layer in the leading branch, which sends first in each step; None for that branch.
         int8_references: whether references are stored in int8.
     """
 
-    def __init__(self, joint: float = 0.0, leader: "Loopback | None" = None, int8_references: bool = False) -> None:
+    def __init__(
+        self,
+        messages: Sequence[str] = BY_HEADS,
+        joint: float = 0.0,
+        leader: "Loopback | None" = None,
+        int8_references: bool = False,
+    ) -> None:
+        self.messages = messages
         self.joint, self.leader, self.int8_references = joint, leader, int8_references
         self.link_states: dict = {}
         """Link states by tensor and head group; the received references are those of the other end."""
@@ -38,10 +47,10 @@ class Loopback:
     def send(
         self, values: Mapping[str, torch.Tensor], codecs: Mapping[str, Codec], seed: int = 0
     ) -> tuple[dict[str, torch.Tensor], CodecStats]:
-        """Encode Q, K, V and O of a step, and decode them.
+        """Encode the messages of a step, and decode them.
 
         Args:
-            values: (NUM_SLOTS, G, H, T, D) for each of q, k, v and o.
+            values: (NUM_SLOTS, G, H, T, D) for each tensor.
             codecs: codec of each tensor.
             seed: number of the step, which is also the seed of random token scores.
 
@@ -60,7 +69,7 @@ class Loopback:
             keeps_values=bool(self.joint) and self.leader is None,
         )
         decoded: dict[str, torch.Tensor] = {}
-        for names in _MESSAGES:
+        for names in self.messages:
             sent = [values[name] for name in names]
             targets = [torch.empty_like(each) for each in sent]
             message = Message(Label(names), sent, layer_codecs, _LOCAL_SLOTS)

@@ -32,6 +32,8 @@ from xfuser_cocodiff.engine.kernels.triton_programs import (
     _encode_kernel,
     _order_kernel,
     _scores_kernel,
+    size_of,
+    unspecialized,
 )
 from xfuser_cocodiff.engine.topology import devices
 
@@ -68,7 +70,7 @@ def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     """Encode the tensors of a message and write their payloads; see the package."""
     assert len(parts) <= _MAX_TENSORS
     tensors = tuple(map(_sender_arguments, parts))
-    device, programs = parts[0].values.device, sum(tensor.programs for tensor in tensors)
+    device, programs = parts[0].values.device, _num_programs(tensors)
     sums, energies = torch.empty(programs, 4, device=device), torch.empty(len(parts), 2, device=device)
     counters = _counters(device, _current_stream(device))
     try:
@@ -89,8 +91,7 @@ def decode_all(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
     targets = [part.values for part in parts]
     written = [each if each.stride(-1) == 1 else torch.empty_like(each).contiguous() for each in targets]
     tensors = tuple(map(_arguments, parts, written))
-    grid = (sum(tensor.programs for tensor in tensors),)
-    _decode_kernel[grid](tensors, quantize.scale_table(targets[0].device), **_LAUNCH_OPTIONS)
+    _decode_kernel[(_num_programs(tensors),)](tensors, quantize.scale_table(targets[0].device), **_LAUNCH_OPTIONS)
     for part, each in zip(parts, written, strict=True):
         if each is not part.values:
             write_remote_slots(part.values, remote_slots(each, part.local_slots), part.local_slots)
@@ -118,14 +119,14 @@ def decode(
 def _sender_arguments(part: MessagePart) -> TensorArguments:
     """Return the encoder's arguments for a tensor."""
     arguments, grid = _arguments(part, _with_contiguous_rows(part.values)), _grid(part.bits)
-    size, links = arguments.code.row_tokens.value * part.values.shape[-1], arguments.links
+    size = arguments.code.row_tokens.value * part.values.shape[-1]
     gains = None
     if arguments.previous is not None:
-        gains = torch.empty(links, dtype=torch.uint8, device=part.values.device)
+        gains = torch.empty(len(arguments.new_reference), dtype=torch.uint8, device=part.values.device)
     return arguments._replace(
         next_gains=gains,
         reference_norm=1 / grid.reach if grid.by_maximum else size**-0.5,
-        stride_sample=sample_stride(arguments.tokens),
+        stride_sample=unspecialized(sample_stride(part.values.shape[3])),
     )
 
 
@@ -150,16 +151,23 @@ def _arguments(part: MessagePart, strided: torch.Tensor) -> TensorArguments:
     gain_offset = payload.shape[1] - GAIN_BYTES if part.sends_gain else None
     payload = view_bytes(payload, strided.dtype) if bits is None else payload
     rows, program_rows = pairs * sent // row_tokens, code.block_rows.value * code.tiles.value
-    scales_offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
+    offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
     programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
     reference, previous, gains = part.prediction or (None, None, None)
     fields: tuple[Any, ...] = (
         strided, *strided.stride()[:4], *_base_arguments(part.base), reference, previous, gains,
-        None if active is None else _order(active), payload, payload.stride(0), scales_offset, gain_offset,
-        strided.new_empty(links, groups, heads, tokens, dim), links, groups, heads, tokens, sent,
-        *_local_arguments(part.local_slots, links), links * programs, code.tiles.value, code,
+        None if active is None else _order(active), payload, payload.stride(0), unspecialized(offset),
+        None if gain_offset is None else unspecialized(gain_offset),
+        strided.new_empty(links, groups, heads, tokens, dim),
+        *map(unspecialized, (links, groups, heads, tokens, sent, *_local_arguments(part.local_slots, links))),
+        unspecialized(links * programs), code.tiles.value, code,
     )  # fmt: skip
     return TensorArguments(*fields)
+
+
+def _num_programs(tensors: Sequence[TensorArguments]) -> int:
+    """Return the number of programs of a launch."""
+    return sum(size_of(tensor.programs) for tensor in tensors)
 
 
 @functools.lru_cache(maxsize=1024)  # for every tensor of every message

@@ -52,8 +52,27 @@ class Code(NamedTuple):
     """Tiles of a program; if bytes go across rows, tile k has the k-th row of each byte."""
 
 
+def unspecialized(size: int) -> int:
+    """Return the argument that stands for a size.
+
+    Triton compiles a kernel anew for integers that are 1 and for those that are divisible by 16. So kernels would be
+    compiled for each number of tokens, samples and ranks, for seconds in the middle of a run. An odd number from 3 is
+    neither.
+    """
+    return 2 * size + 3
+
+
+def size_of(argument: int) -> int:
+    """Return the size that an argument stands for: the inverse of :func:`unspecialized`."""
+    return (argument - 3) // 2
+
+
 class TensorArguments(NamedTuple):
-    """A tensor of a message, as the kernels get it. Triton compiles fields that are None as constants."""
+    """A tensor of a message, as the kernels get it. Triton compiles fields that are None as constants.
+
+    Sizes, offsets and numbers are passed by :func:`unspecialized`; strides of values are not, since those that are
+    divisible by 16 allow 16-byte accesses.
+    """
 
     strided: torch.Tensor
     """Values to encode, or target of the decoder, (P, G, H, T, D); D is contiguous."""
@@ -112,13 +131,19 @@ class TensorArguments(NamedTuple):
 
 
 @triton.jit
+def _size(passed):
+    """Return a size from the argument that stands for it, see :func:`unspecialized`."""
+    return (passed - 3) >> 1
+
+
+@triton.jit
 def _locate_program(tensor, program):
     """Return the link of a program, its number among those of the link, and how many of these send rows."""
     row_tokens: tl.constexpr = tensor.code.row_tokens
     rows_per_program: tl.constexpr = tensor.code.block_rows * tensor.code.tiles
-    sending = tl.cdiv(tensor.groups * tensor.heads * (tensor.active // row_tokens), rows_per_program)
-    programs = tensor.programs // tensor.links
-    return program // programs, program % programs, sending
+    rows = _size(tensor.groups) * _size(tensor.heads) * (_size(tensor.active) // row_tokens)
+    programs = _size(tensor.programs) // _size(tensor.links)
+    return program // programs, program % programs, tl.cdiv(rows, rows_per_program)
 
 
 @triton.jit
@@ -143,17 +168,18 @@ def _locate_rows(tensor, link, number, tile, sends: tl.constexpr):
         row = (number * block_rows + index) * tensor.code.tiles + tile
     else:
         row = (number * tensor.code.tiles + tile) * block_rows + index
-    sent = tensor.active // row_tokens
-    of_head = sent if sends else tensor.tokens - sent
+    groups, heads, tokens = _size(tensor.groups), _size(tensor.heads), _size(tensor.tokens)
+    sent = _size(tensor.active) // row_tokens
+    of_head = sent if sends else tokens - sent
     pair = row // of_head
-    group, head, position = pair // tensor.heads, pair % tensor.heads, row % of_head
-    valid = pair < tensor.groups * tensor.heads
+    group, head, position = pair // heads, pair % heads, row % of_head
+    valid = pair < groups * heads
     token = position * row_tokens
     if tensor.order is not None:
         first = 0 if sends else sent
-        order = tensor.order + (link * tensor.groups + group) * tensor.tokens
+        order = tensor.order + (link * groups + group) * tokens
         token = tl.load(order + first + position, mask=valid, other=0)
-    start = (link * tensor.groups * tensor.heads + pair).to(tl.int64) * tensor.tokens + token
+    start = (link * groups * heads + pair).to(tl.int64) * tokens + token
     return row, valid, group, head, token, start * tensor.code.dim
 
 
@@ -211,7 +237,7 @@ def _load_base(
     return tl.load(base + start + inner, mask=inside, other=0.0).to(tl.float32) * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "heads", "tokens", "local_start", "local_count"])
 def _scores_kernel(
     values, reference, previous, gains, scores,
     groups, heads, tokens, local_start, local_count, stride_slot, stride_group, stride_head, stride_token,
@@ -281,11 +307,11 @@ def _encode_kernel(tensors, scale_table, sums, energies, counters):
     first = 0
     for number in tl.static_range(len(tensors)):  # a variable for the tensor would hold no constants
         program = tl.program_id(0) - first  # the grid has one dim: CUDA limits the others to 65,535 programs
-        if (program >= 0) & (program < tensors[number].programs):
+        if (program >= 0) & (program < _size(tensors[number].programs)):
             _encode_rows(tensors[number], program, scale_table, sums + 4 * tl.program_id(0))
             if tensors[number].reference is not None:
                 _reduce_in_last_program(tensors[number], sums + 4 * first, energies + 2 * number, counters + number)
-        first += tensors[number].programs
+        first += _size(tensors[number].programs)
 
 
 @triton.jit
@@ -317,13 +343,13 @@ def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
     block: tl.constexpr = tensor.code.block
     block_rows: tl.constexpr = tensor.code.block_rows
     is_across_rows: tl.constexpr = tensor.code.is_across_rows
-    slot = link + (link >= tensor.local_start) * tensor.local_count
+    slot = link + (link >= _size(tensor.local_start)) * _size(tensor.local_count)
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
     gain = 0
     if (tensor.previous is not None) or (tensor.gain_offset is not None):
         gain = tl.load(tensor.gains + link)
     if tensor.gain_offset is not None:  # every program of a link writes the same
-        tl.store(message.to(tl.pointer_type(tl.uint8)) + tensor.gain_offset, gain)
+        tl.store(message.to(tl.pointer_type(tl.uint8)) + _size(tensor.gain_offset), gain)
     column = tl.arange(0, block)
     packed, weight = tl.zeros([block_rows, block], tl.int32), 1
     error_energy, value_energy = tl.zeros([block_rows], tl.float32), tl.zeros([block_rows], tl.float32)
@@ -345,7 +371,7 @@ def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
             error_energy, value_energy = error_energy + error, value_energy + energy
             numerator, denominator = numerator + moved, denominator + changed
     if sends and is_across_rows:
-        rows = tensor.groups * tensor.heads * (tensor.active // tensor.code.row_tokens)
+        rows = _size(tensor.groups) * _size(tensor.heads) * (_size(tensor.active) // tensor.code.row_tokens)
         index = number * block_rows + tl.arange(0, block_rows)
         inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
         tl.store(message + index.to(tl.int64)[:, None] * size + column[None, :], packed.to(tl.uint8), mask=inside)
@@ -403,7 +429,7 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
         predicted, current, change = _predict(tensor.reference, tensor.previous, offset, inside, gain)
         decoded = predicted
         if tensor.previous is not None:  # before the values are quantized, so that fewer registers are in use
-            sampled, delta = inside & (token % tensor.stride_sample == 0), change.to(tl.float32)
+            sampled, delta = inside & (token % _size(tensor.stride_sample) == 0), change.to(tl.float32)
             difference = value.to(tl.float32) - current.to(tl.float32)
             moved = tl.sum(tl.where(sampled, difference * delta, 0.0), 1)
             changed = tl.sum(tl.where(sampled, delta * delta, 0.0), 1)
@@ -416,7 +442,7 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
             level = tl.where(inside, level, 0)
             if not tensor.code.is_across_rows:
                 _store_row_bytes(message, row, valid, level, size, levels, tensor.code.per_byte)
-            tl.store(message + tensor.scales_offset + row, code.to(tl.uint8), mask=valid)
+            tl.store(message + _size(tensor.scales_offset) + row, code.to(tl.uint8), mask=valid)
         else:
             tl.store(message + row.to(tl.int64)[:, None] * size + column[None, :], value, mask=inside)
             decoded = value
@@ -488,12 +514,12 @@ def _reduce_in_last_program(tensor, sums, energies, counter):
         counter: number of programs that have ended, reset by the last one.
     """
     tl.debug_barrier()  # the sums are written
-    if tl.atomic_add(counter, 1, sem="acq_rel") == tensor.programs - 1:
+    if tl.atomic_add(counter, 1, sem="acq_rel") == _size(tensor.programs) - 1:
         tl.store(counter, 0)
-        programs = tensor.programs // tensor.links
+        programs = _size(tensor.programs) // _size(tensor.links)
         index, field = tl.arange(0, _SUMS_BLOCK), tl.arange(0, 4)
         of_tensor = tl.zeros([4], tl.float32)
-        for link in range(tensor.links):
+        for link in range(_size(tensor.links)):
             total = tl.zeros([_SUMS_BLOCK, 4], tl.float32)
             for first in range(0, programs, _SUMS_BLOCK):
                 pointers = sums + 4 * (link * programs + first + index)[:, None] + field[None, :]
@@ -522,9 +548,9 @@ def _decode_kernel(tensors, scale_table):
     first = 0
     for number in tl.static_range(len(tensors)):
         program = tl.program_id(0) - first
-        if (program >= 0) & (program < tensors[number].programs):
+        if (program >= 0) & (program < _size(tensors[number].programs)):
             _decode_rows(tensors[number], program, scale_table)
-        first += tensors[number].programs
+        first += _size(tensors[number].programs)
 
 
 @triton.jit
@@ -549,17 +575,17 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
     block: tl.constexpr = tensor.code.block
     block_rows: tl.constexpr = tensor.code.block_rows
     is_across_rows: tl.constexpr = tensor.code.is_across_rows
-    slot = link + (link >= tensor.local_start) * tensor.local_count
+    slot = link + (link >= _size(tensor.local_start)) * _size(tensor.local_count)
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
     gain = 0
     if tensor.gain_offset is not None:
-        gain = tl.load(message.to(tl.pointer_type(tl.uint8)) + tensor.gain_offset)
+        gain = tl.load(message.to(tl.pointer_type(tl.uint8)) + _size(tensor.gain_offset))
     elif tensor.previous is not None:
         gain = tl.load(tensor.gains + link)
     column = tl.arange(0, block)
     packed = tl.zeros([block_rows, block], tl.int32)
     if sends and is_across_rows:
-        rows = tensor.groups * tensor.heads * (tensor.active // tensor.code.row_tokens)
+        rows = _size(tensor.groups) * _size(tensor.heads) * (_size(tensor.active) // tensor.code.row_tokens)
         index = number * block_rows + tl.arange(0, block_rows)
         inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
         packed = tl.load(message + index.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0)
@@ -580,7 +606,7 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
                     pointers = message + row.to(tl.int64)[:, None] * row_bytes + (column // per_byte)[None, :]
                     byte = tl.load(pointers, mask=inside, other=0).to(tl.int32)
                     level = (byte >> (column % per_byte * (8 // per_byte))[None, :]) & (levels - 1)
-                code = tl.load(message + tensor.scales_offset + row, mask=valid, other=0).to(tl.int32)
+                code = tl.load(message + _size(tensor.scales_offset) + row, mask=valid, other=0).to(tl.int32)
                 width = tl.load(scale_table + code)[:, None] * tensor.code.level_width
                 decoded = _dequantize(level, width, predicted, (levels - 1) / 2)
             else:
@@ -603,7 +629,7 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
         tl.store(tensor.strided + outer + inner[None, :], decoded, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_mask", "tokens", "active"])
 def _order_kernel(mask, order, stride_mask, tokens, active, block: tl.constexpr):
     """Write the active tokens of a group and then the others, each ascending; a program has a group.
 

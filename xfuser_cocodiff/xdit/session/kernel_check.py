@@ -11,11 +11,13 @@ from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices
-from xfuser_cocodiff.xdit.patching.log import warn_once
+from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
 
-def with_checked_kernels(config: CocoDiffConfig, group: dist.ProcessGroup | None) -> CocoDiffConfig:
+def with_checked_kernels(
+    config: CocoDiffConfig, group: dist.ProcessGroup | None, head_dim: int | None = None
+) -> CocoDiffConfig:
     """Return the config with kernels that pass their self-check on all ranks: PyTorch's where others fail on one.
 
     They are also PyTorch's if ranks have different ones, as where one lacks Triton or a compiler.
@@ -25,14 +27,21 @@ def with_checked_kernels(config: CocoDiffConfig, group: dist.ProcessGroup | None
     Args:
         config: the options.
         group: the ranks that share a sequence, in a group for host memory; None for a single rank.
+        head_dim: head dim of the model, for which kernels are compiled; None if unknown.
     """
     device = compute_device()
     if config.mode == EXACT or not devices.capabilities(device.type).is_asynchronous:
         return config
     kernels.use(config.kernels)
     backend, found = kernels.backend_for(device), None
-    if backend != kernels.TORCH and (found := codec_check.failure(backend, config.mode, config.schedule, device)):
-        found = f"{backend}, {found}"
+    if backend != kernels.TORCH:
+        info_once(
+            f"checking the {backend} kernels of mode {config.mode!r}; the first time on a machine, this compiles them "
+            "for a minute or two"
+        )
+        checked = backend, config.mode, config.schedule, device, head_dim or codec_check.HEAD_DIM
+        if found := codec_check.failure(*checked):
+            found = f"{backend}, {found}"
     results = [(backend, found)]
     if group is not None:
         results = [("", None)] * group.size()

@@ -1,0 +1,116 @@
+"""Count the kernels that Triton would compile for a GPU that need not be present.
+
+    python -m tests.engine.kernels.count_compilations balanced
+
+Runs in its own process, since tests run the kernels by the interpreter. Kernels are neither compiled nor launched:
+counted are the variants that Triton tells apart by their arguments. Prints as JSON the number of variants that the
+self-check of a mode has, and how many more there are in runs after it.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression import codec_check, modes
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.loopback import Loopback
+from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.kernels import triton_kernels
+
+KERNELS = "_scores_kernel", "_order_kernel", "_encode_kernel", "_decode_kernel"
+SHAPES = (  # slots, groups, heads, tokens, head dim
+    (2, 4, 3, 576, 128),
+    (2, 1, 6, 2304, 128),
+    (2, 1, 16, 577, 128),
+    (4, 2, 1, 1030, 128),
+)
+MESSAGES = (("qkv", "o"), ("v", "qk", "o"), ("kv",))
+STEPS = 4
+
+
+class CountedKernel:
+    """Stand-in for a Triton kernel that counts its variants."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self._kernel, self.count = kernel, 0
+        kernel._do_compile = self._compile
+
+    def _compile(self, key: str, *_: object, **__: object) -> object:
+        self.count += 1
+        variants, *_ = self._kernel.device_caches[0]
+        variants[key] = object()
+        return variants[key]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *values, **options: self._kernel.warmup(*values, grid=grid, **options)
+
+
+def send(layer: Loopback, values: Mapping[str, torch.Tensor], codecs: Mapping, step: int) -> None:
+    """Send a step of a layer on the second coordinate, or the values of a gather."""
+    leader = layer.leader and layer.leader.link_states
+    keeps = bool(layer.joint) and leader is None
+    how = {"step": step, "joint": layer.joint, "leader": leader, "keeps_values": keeps}
+    layer_codecs = LayerCodecs(None, codecs, layer.link_states, CodecStats(), **how)
+    for names in layer.messages:
+        tensors, copies = [values[name] for name in names], len(values[names[0]]) - 1 if names == "kv" else None
+        sent = [tensor[:1] for tensor in tensors] if copies else tensors
+        message = Message(Label(names), sent, layer_codecs, range(1, 2), copies=copies)
+        buffer = message.encode()
+        message.decode(
+            buffer.expand(len(tensors[0]), -1).contiguous() if copies else buffer, tensors, lambda sent: sent
+        )
+
+
+def run(mode: str, total: int, is_guided: bool, messages: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Run the first steps of a run with a layer of each branch."""
+    schedule = modes.preset(mode, total, is_guided)
+    leading = Loopback(messages, schedule.joint if is_guided else 0.0)
+    branches = [leading, Loopback(messages, schedule.joint, leading)][: 1 + is_guided]
+    values = {name: torch.empty(shape, dtype=torch.bfloat16) for name in "qkvo"}
+    for step in range(STEPS):
+        for branch in branches:
+            send(branch, values, schedule.codecs(step, total), step)
+
+
+def main() -> None:
+    mode, target = sys.argv[1], GPUTarget("cuda", 90, 32)
+    current = {"get_current_target": target, "get_current_device": 0, "get_current_stream": 0}
+    driver.set_active(SimpleNamespace(**{name: lambda *_, each=each: each for name, each in current.items()}))
+    counted = [CountedKernel(getattr(triton_kernels, name)) for name in KERNELS]
+    for name, kernel in zip(KERNELS, counted, strict=True):
+        setattr(triton_kernels, name, kernel)
+
+    def count() -> int:
+        return sum(kernel.count for kernel in counted)
+
+    def send_checked(choice: str, layer: Loopback, values: Mapping, codecs: Mapping, step: int) -> None:
+        layer.send(values, codecs, seed=step)
+
+    with (
+        mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON),
+        mock.patch.object(codec_check, "_failure_of_step", send_checked),
+    ):
+        failure = codec_check.failure(kernels.AUTO, mode, None, torch.device("cpu"))
+        assert failure is None, failure
+        found = {"self-check": count(), "runs": {}}
+        for total in (50, 20):
+            for is_guided in (False, True):
+                for messages in MESSAGES:
+                    for shape in SHAPES:
+                        before = count()
+                        run(mode, total, is_guided, messages, shape)
+                        found["runs"][f"{total} steps, guided: {is_guided}, {messages}, {shape}"] = count() - before
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
