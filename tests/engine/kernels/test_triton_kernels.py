@@ -48,7 +48,7 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     for row in found:
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
         assert row["stack"] == 0, row
-        if row["kernel"] != "_order_kernel":  # which has one program per group
+        if row["kernel"] != "_order_kernel":  # one program per group
             assert row["registers"] <= (64 if len(row["bits"]) == 1 else 72) and "v4.b32" in row["widths"], row
 
 
