@@ -132,7 +132,7 @@ WRITTEN = {
     "_scores_kernel": ("scores",),
     "_order_kernel": ("order",),
     "_encode_kernel": ("payload", "new_reference", "next_gains", "sums", "energies", "counters"),
-    "_decode_kernel": ("new_reference", "strided"),
+    "_decode_kernel": ("new_reference", "data"),
 }
 """Arguments that each kernel writes; all other tensors are read."""
 
@@ -366,7 +366,7 @@ def _kernel_bytes(arguments: dict[str, Any]) -> int:
     """Return the bytes of a Triton kernel's arguments; of those by slot, the bytes of other ranks' slots."""
     found = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     by_link = found.get("new_reference", found.get("reference"))
-    for name in {"strided", "payload", "values"} & found.keys():
+    for name in {"payload", "data", "values"} & found.keys():
         found[name] = found[name][: len(by_link)]
     return op_cost.moved_bytes(found.values())
 

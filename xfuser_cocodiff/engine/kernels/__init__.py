@@ -164,7 +164,17 @@ def decode(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
     if hasattr(kernels, "decode_all"):
         return kernels.decode_all(parts)
     return [
-        kernels.decode(part.payload, part.prediction, part.bits, part.active, part.values, *part[5:]) for part in parts
+        kernels.decode(
+            part.payload,
+            part.prediction,
+            part.bits,
+            part.active,
+            part.values,
+            part.local_slots,
+            part.sends_gain,
+            part.base,
+        )
+        for part in parts
     ]
 
 

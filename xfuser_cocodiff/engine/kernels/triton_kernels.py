@@ -1,6 +1,6 @@
 """The Triton backend of the kernels, for accelerators: one launch a message, which reads and writes each tensor once.
 
-:mod:`xfuser_cocodiff.engine.kernels` documents the functions, :mod:`triton_programs` the programs that they launch.
+:mod:`xfuser_cocodiff.engine.kernels` documents the functions, :mod:`triton_tensors` the arguments of the kernels.
 """
 
 import functools
@@ -25,16 +25,10 @@ from xfuser_cocodiff.engine.kernels.rows import (
     view_bytes,
     write_remote_slots,
 )
-from xfuser_cocodiff.engine.kernels.triton_programs import (
-    Code,
-    TensorArguments,
-    _decode_kernel,
-    _encode_kernel,
-    _order_kernel,
-    _scores_kernel,
-    size_of,
-    unspecialized,
-)
+from xfuser_cocodiff.engine.kernels.triton_decoder import _decode_kernel
+from xfuser_cocodiff.engine.kernels.triton_encoder import _encode_kernel
+from xfuser_cocodiff.engine.kernels.triton_selection import _order_kernel, _scores_kernel
+from xfuser_cocodiff.engine.kernels.triton_tensors import CodecConstants, TensorArguments, size_of, unspecialized
 from xfuser_cocodiff.engine.topology import devices
 
 _TILE_BYTES = 2048
@@ -130,35 +124,35 @@ def _sender_arguments(part: MessagePart) -> TensorArguments:
     )
 
 
-def _arguments(part: MessagePart, strided: torch.Tensor) -> TensorArguments:
+def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
     """Return the kernels' arguments for a tensor, with memory for its new reference.
 
     Args:
         part: the tensor.
-        strided: its values or target, (P, G, H, T, D) with D contiguous.
+        values: its values or target, (P, G, H, T, D) with D contiguous.
 
     Raises:
         ValueError: the bytes of a slot's payload are not contiguous.
     """
-    slots, groups, heads, tokens, dim = strided.shape
+    slots, groups, heads, tokens, dim = values.shape
     links = num_links(slots, part.local_slots)
     payload, bits, active = part.payload, part.bits, part.active
     if payload.stride(-1) != 1:
         raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
     sent = tokens if active is None else active.count
     row_tokens = 1 if bits is None else quantize.tokens_per_row(bits, dim, tokens, active is None)
-    code, pairs = _code(bits, dim, row_tokens, _TILE_BYTES // strided.itemsize), groups * heads
+    code, pairs = _code(bits, dim, row_tokens, _TILE_BYTES // values.itemsize), groups * heads
     gain_offset = payload.shape[1] - GAIN_BYTES if part.sends_gain else None
-    payload = view_bytes(payload, strided.dtype) if bits is None else payload
+    payload = view_bytes(payload, values.dtype) if bits is None else payload
     rows, program_rows = pairs * sent // row_tokens, code.block_rows.value * code.tiles.value
     offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
     programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
     reference, previous, gains = part.prediction or (None, None, None)
     fields: tuple[Any, ...] = (
-        strided, *strided.stride()[:4], *_base_arguments(part.base), reference, previous, gains,
+        values, *values.stride()[:4], *_base_arguments(part.base), reference, previous, gains,
         None if active is None else _order(active), payload, payload.stride(0), unspecialized(offset),
         None if gain_offset is None else unspecialized(gain_offset),
-        strided.new_empty(links, groups, heads, tokens, dim),
+        values.new_empty(links, groups, heads, tokens, dim),
         *map(unspecialized, (links, groups, heads, tokens, sent, *_local_arguments(part.local_slots, links))),
         unspecialized(links * programs), code.tiles.value, code,
     )  # fmt: skip
@@ -171,7 +165,7 @@ def _num_programs(tensors: Sequence[TensorArguments]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)  # for every tensor of every message
-def _code(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> Code:
+def _code(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> CodecConstants:
     """Return how rows of some tokens are encoded.
 
     Args:
@@ -183,7 +177,7 @@ def _code(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> Co
     grid, block = _grid(bits), triton.next_power_of_2(row_tokens * dim)
     tiles = grid.per_byte if grid.is_across_rows else _TILES
     fields = *grid, grid.by_maximum, dim, row_tokens, grid.is_across_rows, block, max(1, tile_values // block), tiles
-    return Code(*map(tl.constexpr, fields))
+    return CodecConstants(*map(tl.constexpr, fields))
 
 
 def _order(active: ActiveTokens) -> torch.Tensor:
