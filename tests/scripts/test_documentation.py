@@ -249,15 +249,15 @@ def test_the_laptop_quickstart_runs_unchanged(tmp_path: Path) -> None:
 @pytest.mark.slow  # test_commands_are_valid has all of them
 @pytest.mark.parametrize("page", ["docs/quickstart/pcie_box.md", "docs/quickstart/one_node.md"])
 def test_commands_run_with_a_small_model(page: str, hub: Path, tmp_path: Path) -> None:
-    blocks = list(runnable(page, "torchrun", "cocodiff"))
+    """Leave out `cocodiff compare`, which the laptop quickstart runs."""
+    blocks = [block for block in runnable(page, "torchrun", "cocodiff") if "cocodiff compare" not in block]
     assert blocks
     for block in blocks:
-        block = re.sub(r"--modes [\w,]+", "--modes fast", block)  # each mode starts all ranks anew
         block = re.sub(r"(nproc_per_node=|ulysses_degree )8", r"\g<1>4", block).replace("gpu=4", "gpu=2")
         for model in ("--model black-forest-labs/FLUX.1-dev", "--model FLUX.1-dev"):
             block = block.replace(model, f"{model} {SMALL}")
         block = block.replace("flux_example.py", f"{FLUX_SCRIPT} --coco_path latents.safetensors")
-        block = block.replace("cocodiff compare", "cocodiff compare --repeats 1").replace("torchrun", TORCHRUN)
+        block = block.replace("torchrun", TORCHRUN)
         run(block, tmp_path)
 
 

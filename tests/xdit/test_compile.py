@@ -249,7 +249,6 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
 @pytest.mark.parametrize(
     ("model", "world_size", "degree", "topology", "more"),
     [
-        ("FLUX.1-dev", 2, 2, "node=2", []),
         ("FLUX.2-dev", 4, 4, "2x2", []),
         ("Qwen-Image", 2, 2, "node=2", []),
         ("SD3.5", 4, 2, "node=2", ["--use_cfg_parallel"]),  # two Ulysses groups
