@@ -149,7 +149,8 @@ def test_degrees_that_are_not_powers_of_two(degree: int) -> None:
     check("Qwen-Image", degree, "--height", "192", "--width", "192")
 
 
-@pytest.mark.parametrize("model", slow_but(["FLUX.2-dev"], MODELS))
+@pytest.mark.slow  # test_transformers has bf16
+@pytest.mark.parametrize("model", MODELS)
 def test_bf16_latents_equal_stock(model: str) -> None:
     check(model, 4, dtype=torch.bfloat16)
 

@@ -354,7 +354,10 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
     return by_kernels_and_others(coded_layer(slow, v_first, share, (1, 8, 8, 16), torch.float32).launched)
 
 
-@pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(SLOW, BOTH, [1.0, 0.5])))
+@pytest.mark.parametrize(
+    ("slow", "v_first", "share"),
+    slow_but([("node", True, 0.5), (GATHERED, False, 1.0)], covering(itertools.product(SLOW, BOTH, [1.0, 0.5]), 2)),
+)
 def test_coded_layer_has_few_launches(slow: str, v_first: bool, share: float) -> None:
     [(kernels, others)] = ranks.run(launches, 1, slow, v_first, share)
     # One launch encodes a message, and one decodes it: Q, K and V together, or V first, and O. One scores V's tokens,
