@@ -382,7 +382,8 @@ def test_coded_layer_moves_few_bytes(slow: str, share: float) -> None:
     size = math.prod(FLUX) * torch.bfloat16.itemsize
     remote = size * (3 if slow == "all" else 2) // 4
     payload = remote * (3 * 2 * share + 1.6) / 16
-    assert kernels <= 1.1 * (4 * 8 * remote + 2 * payload + (3 * remote if share < 1 else 0))
+    least = 4 * 8 * remote + 2 * payload + (3 * remote if share < 1 else 0)
+    assert least <= kernels <= 1.1 * least
     # Lossless, each of two stages reads and writes all tensors twice.
     assert others <= 2 * 4 * 4 * size / 2
 

@@ -11,6 +11,7 @@ import torch
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression import codec_check, codecs, link_reference, message
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
+from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.settings.options import MODES
 
@@ -28,6 +29,29 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_kernels_of_this_machine_pass(mode: str, selected: list[str]) -> None:
     assert codec_check.failure(kernels.NUMBA, mode, None, CPU, tokens=64) is None
     assert kernels._selected == [kernels.NUMBA]
+
+
+def test_values_of_the_model_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, found = Message.encode, set()
+
+    def encode(self: Message) -> torch.Tensor:
+        found.update((values.shape[-1], values.dtype) for values in self.values)
+        return sent(self)
+
+    monkeypatch.setattr(Message, "encode", encode)
+    for values in (codec_check.ValueFormat(72, torch.float16), codec_check.ValueFormat(32, torch.float32)):
+        found.clear()
+        assert codec_check.failure(kernels.NUMBA, "fast", None, CPU, values, tokens=64) is None
+        assert found == {values}
+
+
+def test_codecs_of_refreshed_steps_and_of_auto_are_checked() -> None:
+    def checked(mode: str, overrides: str | None) -> set[Codec]:
+        return {codec for run in codec_check._runs(mode, overrides) for each in run.steps for codec in each.values()}
+
+    assert not any(codec.is_exact for codec in checked("balanced", None))
+    assert any(codec.is_exact for codec in checked("balanced", "refresh=9"))
+    assert {codec.bits for codec in checked("auto", None)} >= {4.0, 8.0, None}
 
 
 def test_bits_of_all_layers_of_a_tuned_schedule_are_checked(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
         assert row["stack"] == 0, row
         if row["kernel"] != "_order_kernel":  # one program per group
-            assert row["registers"] <= (64 if len(row["bits"]) == 1 else 72) and "v4.b32" in row["widths"], row
+            assert row["registers"] <= {"_decode_kernel": 54, "_scores_kernel": 39}.get(row["kernel"], 64), row
+            assert "v4.b32" in row["widths"], row
 
 
 class LastProgram:

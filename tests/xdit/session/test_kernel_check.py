@@ -1,5 +1,6 @@
 """Kernels that fail their self-check on one rank are replaced on all ranks, with one warning."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,8 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import kernel_check
+
+FORMAT = kernel_check.ValueFormat(64, torch.float16)
 
 
 def checked(rank: int, backends: list[str], failures: list[str | None], mode: str) -> tuple[str, list, list[str]]:
@@ -28,7 +31,7 @@ def checked(rank: int, backends: list[str], failures: list[str | None], mode: st
         mock.patch.object(kernel_check.codec_check, "failure", failure),
         mock.patch.object(kernel_check, "warn_once", warnings.append),
     ):
-        used = kernel_check.with_checked_kernels(config, dist.group.WORLD, head_dim=64).kernels
+        used = kernel_check.with_checked_kernels(config, dist.group.WORLD, FORMAT).kernels
     return used, [(*call[:3], call[4]) for call in calls], warnings
 
 
@@ -43,7 +46,7 @@ def checked(rank: int, backends: list[str], failures: list[str | None], mode: st
 def test_ranks_agree_on_kernels(backends: list[str], failures: list[str | None], used: str) -> None:
     for rank, (found, calls, warnings) in enumerate(ranks.run(checked, 2, backends, failures, "balanced")):
         assert found == used
-        assert calls == ([("triton", "balanced", "bits=4", 64)] if backends[rank] == "triton" else [])
+        assert calls == ([("triton", "balanced", "bits=4", FORMAT)] if backends[rank] == "triton" else [])
         if used == "auto":
             assert not warnings
         else:
@@ -63,3 +66,24 @@ def test_lossless_modes_and_cpus_are_not_checked() -> None:
     config = CocoDiffConfig(topology=Topology.flat(2), mode="balanced")
     with mock.patch.object(kernel_check.codec_check, "failure", side_effect=AssertionError):
         assert kernel_check.with_checked_kernels(config, None) is config
+
+
+@pytest.mark.parametrize(
+    ("values", "head_dim"),
+    [
+        ({"attention_head_dim": 64, "hidden_size": 100, "num_attention_heads": 1}, 64),
+        ({"head_dim": 80}, 80),
+        ({"hidden_size": 2304, "num_attention_heads": 24}, 96),  # Lumina 2
+        ({"dim": 3840, "n_heads": 30}, 128),  # Z-Image
+        ({"attention_head_dim": (8, 8)}, 128),
+        ({}, 128),
+    ],
+)
+def test_kernels_are_checked_for_the_values_of_the_model(values: dict, head_dim: int) -> None:
+    transformer = SimpleNamespace(config=SimpleNamespace(**values), dtype=torch.float16)
+    assert kernel_check.value_format(SimpleNamespace(transformer=transformer)) == (head_dim, torch.float16)
+
+
+def test_kernels_are_checked_for_usual_values_without_a_transformer() -> None:
+    for pipeline in (None, SimpleNamespace(), SimpleNamespace(transformer=torch.nn.Identity())):
+        assert kernel_check.value_format(pipeline) == (128, torch.bfloat16)

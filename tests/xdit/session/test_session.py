@@ -125,7 +125,7 @@ def test_a_session_knows_whether_branches_are_on_different_ranks(
     """Runs are guided then, though each rank sees one branch."""
     made = []
     monkeypatch.setattr("xfuser.core.distributed.get_sp_group", lambda: SimpleNamespace(cpu_group=None))
-    monkeypatch.setattr(starting.kernel_check, "with_checked_kernels", lambda config, group: config)
+    monkeypatch.setattr(starting.kernel_check, "with_checked_kernels", lambda config, group, values: config)
     monkeypatch.setattr(starting.usp_versions, "is_known", lambda: True)
 
     def create_session(group: object, config: CocoDiffConfig, is_guided: bool, **options: object) -> Session:
@@ -134,7 +134,7 @@ def test_a_session_knows_whether_branches_are_on_different_ranks(
 
     monkeypatch.setattr(starting, "create_session", create_session)
     parallel = SimpleNamespace(ring_degree=1, pp_degree=1, cfg_degree=cfg_degree)
-    starting._start_parallel(parallel, config_of("balanced"), False)
+    starting._start_parallel(parallel, config_of("balanced"), False, starting.kernel_check.ValueFormat())
     [runtime] = made
     runtime.begin_run(8)
     assert runtime.schedule == preset("balanced", 8, is_guided=cfg_degree > 1)

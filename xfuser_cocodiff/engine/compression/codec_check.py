@@ -5,8 +5,9 @@ bits would add up from step to step, unseen. So each codec of a mode encodes and
 references and results are compared bit for bit, and with those of PyTorch's kernels. A second branch follows the first
 as in guided models, since kernels that code differences to a leading branch are compiled by themselves.
 
-Kernels are compiled for the codecs of all tensors of a message. Checked are the messages that a run of 50 steps may
-send, and the codecs of shorter runs, and of all layers of a tuned schedule, in messages of one tensor.
+Kernels are compiled for the codecs of all tensors of a message, and for the type and head dim of its values. Checked
+are the messages that a run of 50 steps may send, and in messages of one tensor the codecs of shorter runs, of all
+layers of a tuned schedule, and of the precisions of mode `auto`.
 """
 
 import itertools
@@ -22,6 +23,7 @@ from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
 from xfuser_cocodiff.engine.compression.codecs import Codec, Lead, decoded_values
 from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, FEW_STEPS, VERY_FEW_STEPS, CodecSchedule
+from xfuser_cocodiff.engine.compression.precisions import at_precision, precisions_of
 
 _FEW = (VERY_FEW_STEPS, FEW_STEPS)
 """Numbers of steps of short runs, which modes schedule differently."""
@@ -30,8 +32,6 @@ _MESSAGES = (BY_HEADS, ("v", "qk"), ("kv",))
 _ONE_TENSOR = ("v",)
 _GROUPS, _HEADS, _TOKENS = 2, 4, 512
 """Sizes of the values: full blocks of the kernels."""
-HEAD_DIM = 128
-"""Head dim of most models."""
 _CHANGE = 0.05
 """Change of the values from step to step, relative to the values."""
 _BRANCH_DIFFERENCE = 0.2
@@ -40,6 +40,18 @@ _DIFFERENT, _ENERGY_TOLERANCE = 0.01, 0.01
 """Fraction of the values, and relative difference of the error, by which kernels and PyTorch's may differ: where the
 sum over a row rounds differently, its scale may be a neighboring one."""
 _BOTH_ENDS = "sender and receiver have different references"
+
+
+class ValueFormat(NamedTuple):
+    """What kernels are compiled for, of the values of a model."""
+
+    head_dim: int = 128
+    """Head dim; that of most models if it is unknown."""
+    dtype: torch.dtype = torch.bfloat16
+    """Type of Q, K, V and O."""
+
+
+USUAL_VALUES = ValueFormat()
 
 
 class _Run(NamedTuple):
@@ -60,7 +72,7 @@ def failure(
     mode: str,
     overrides: str | None,
     device: torch.device,
-    head_dim: int = HEAD_DIM,
+    values: ValueFormat = USUAL_VALUES,
     tokens: int = _TOKENS,
 ) -> str | None:
     """Return why the kernels of a choice must not be used on this device, or None if they passed.
@@ -70,14 +82,14 @@ def failure(
         mode: a lossy mode, one of options.MODES.
         overrides: changes to the mode's schedule, in its notation.
         device: device of the values.
-        head_dim: head dim of the model, for which kernels are compiled.
+        values: head dim and type of the model's values.
         tokens: number of tokens.
     """
-    shape = NUM_SLOTS, _GROUPS, _HEADS, tokens, head_dim
+    shape = NUM_SLOTS, _GROUPS, _HEADS, tokens, values.head_dim
     try:
         runs = list(_runs(mode, overrides))
         for run in (*runs, runs[0]._replace(int8_references=True)):
-            if reason := _failure_of_run(choice, run, device, shape):
+            if reason := _failure_of_run(choice, run, device, shape, values.dtype):
                 return reason
     except Exception as error:  # of a compiler, a driver or a launch
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -109,7 +121,10 @@ def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
         schedule = schedule_of(total, is_guided)
         layers = [None, *(schedule.allocation.layers if schedule.allocation else ())]
         steps = [schedule.codecs(step, total, layer) for layer in layers for step in _checked_steps(schedule, total)]
-        for codec in sorted({codec for codecs in steps for codec in codecs.values()}, key=str):
+        found = {codec for codecs in steps for codec in codecs.values()}
+        if mode == "auto":
+            found |= {at_precision(codec, each) for codec in found for each in precisions_of(schedule, total)}
+        for codec in sorted(found, key=str):
             if (codec, schedule.joint) not in known:
                 known.add((codec, schedule.joint))
                 keyframe = dict.fromkeys(LETTERS, schedule.keyframe_codec)
@@ -118,10 +133,13 @@ def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
 
 def _checked_steps(schedule: CodecSchedule, total: int) -> list[int]:
     """Return the numbers of the steps whose codecs are checked."""
-    return sorted({0, *range(schedule.warmup, schedule.warmup + 3), total - 1} & {*range(total)})
+    refreshed = {schedule.warmup + schedule.refresh - 1} if schedule.refresh else set()
+    return sorted({0, *range(schedule.warmup, schedule.warmup + 3), *refreshed, total - 1} & {*range(total)})
 
 
-def _failure_of_run(choice: str, run: _Run, device: torch.device, shape: tuple[int, ...]) -> str | None:
+def _failure_of_run(
+    choice: str, run: _Run, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> str | None:
     """Return what is wrong in a run of some steps with values (P, G, H, T, D), or None."""
     generator = torch.Generator().manual_seed(0)
 
@@ -136,7 +154,7 @@ def _failure_of_run(choice: str, run: _Run, device: torch.device, shape: tuple[i
         for branch, layer in enumerate((leading, following) if run.joint else (leading,)):
             scales = _CHANGE * step, _BRANCH_DIFFERENCE * branch
             values = {
-                name: (first[name] + scales[0] * change[name] + scales[1] * difference[name]).bfloat16()
+                name: (first[name] + scales[0] * change[name] + scales[1] * difference[name]).to(dtype)
                 for name in names
             }
             if reason := _failure_of_step(choice, layer, values, codecs, step):

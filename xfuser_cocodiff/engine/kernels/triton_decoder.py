@@ -34,7 +34,7 @@ def _decode_kernel(tensors, scale_table):
 
 @triton.jit
 def _decode_rows(tensor, program, scale_table):
-    """Decode the rows of a program into the new reference and the target; see :func:`_encode_rows`."""
+    """Decode the rows of a program into the new reference and the target; see :func:`triton_encoder._encode_rows`."""
     link, number, sending = locate_program(tensor, program)
     if tensor.order is not None:
         if number < sending:

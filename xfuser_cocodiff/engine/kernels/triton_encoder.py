@@ -128,7 +128,7 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
     Args:
         tensor: the tensor.
         slot, link: slot and link of the rows.
-        number, tile: see :func:`_locate_rows`.
+        number, tile: see :func:`triton_tensors.locate_rows`.
         message: pointer to the link's payload.
         gain: gain of the link in units of 1 / GAIN_STEPS.
         scale_table: scale of each code, float32 (256).

@@ -58,8 +58,8 @@ def size_of(argument: int) -> int:
 class TensorArguments(NamedTuple):
     """A tensor of a message, as the kernels get it. Triton compiles fields that are None as constants.
 
-    Sizes, offsets and numbers are passed by :func:`unspecialized`; strides of values are not, since those that are
-    divisible by 16 allow 16-byte accesses.
+    Sizes, offsets and numbers are passed by :func:`unspecialized`. Strides are not, since those that are divisible by
+    16 allow 16-byte accesses, nor is `tiles`, which the codec determines.
     """
 
     data: torch.Tensor

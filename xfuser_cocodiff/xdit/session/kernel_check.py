@@ -2,21 +2,41 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.compression import codec_check
+from xfuser_cocodiff.engine.compression.codec_check import USUAL_VALUES, ValueFormat
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
+_HEAD_DIMS = ("attention_head_dim", "head_dim")
+_WIDTHS = (("hidden_size", "num_attention_heads"), ("dim", "n_heads"))
+"""Entries of a transformer's config for its head dim, or for its width and number of heads."""
+
+
+def value_format(pipeline: Any) -> ValueFormat:
+    """Return head dim and type of the values of a pipeline's attention; the defaults if its transformer has neither."""
+    transformer = getattr(pipeline, "transformer", None)
+    config, default = getattr(transformer, "config", None), USUAL_VALUES
+    sizes = [getattr(config, name, None) for name in _HEAD_DIMS]
+    for names in _WIDTHS:
+        width, heads = (getattr(config, name, None) for name in names)
+        sizes.append(width // heads if isinstance(width, int) and isinstance(heads, int) else None)
+    head_dim = next((size for size in sizes if isinstance(size, int)), default.head_dim)
+    dtype = getattr(transformer, "dtype", None)
+    return ValueFormat(head_dim, dtype if isinstance(dtype, torch.dtype) else default.dtype)
+
 
 def with_checked_kernels(
-    config: CocoDiffConfig, group: dist.ProcessGroup | None, head_dim: int | None = None
+    config: CocoDiffConfig, group: dist.ProcessGroup | None, values: ValueFormat = USUAL_VALUES
 ) -> CocoDiffConfig:
     """Return the config with kernels that pass their self-check on all ranks: PyTorch's where others fail on one.
 
@@ -27,7 +47,7 @@ def with_checked_kernels(
     Args:
         config: the options.
         group: the ranks that share a sequence, in a group for host memory; None for a single rank.
-        head_dim: head dim of the model, for which kernels are compiled; None if unknown.
+        values: head dim and type of the model's values.
     """
     device = compute_device()
     if config.mode == EXACT or not devices.capabilities(device.type).is_asynchronous:
@@ -36,11 +56,10 @@ def with_checked_kernels(
     backend, found = kernels.backend_for(device), None
     if backend != kernels.TORCH:
         info_once(
-            f"checking the {backend} kernels of mode {config.mode!r}; the first time on a machine, this compiles them "
-            "for a minute or two"
+            f"checking the {backend} kernels of mode {config.mode!r}; the first time on a machine, this compiles them, "
+            "which delays the start"
         )
-        checked = backend, config.mode, config.schedule, device, head_dim or codec_check.HEAD_DIM
-        if found := codec_check.failure(*checked):
+        if found := codec_check.failure(backend, config.mode, config.schedule, device, values):
             found = f"{backend}, {found}"
     results = [(backend, found)]
     if group is not None:

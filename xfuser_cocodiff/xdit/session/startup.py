@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_com
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.codec_check import ValueFormat
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
@@ -93,13 +94,7 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
     if parallel.sp_degree == 1:
         warn_once("--use_cocodiff has no effect with --ulysses_degree 1; set a degree above 1")
         return Session(config)
-    return _start_parallel(parallel, config, is_compiled, _head_dim(pipeline))
-
-
-def _head_dim(pipeline: Any) -> int | None:
-    """Return the head dim of a pipeline's transformer; None if its config does not tell."""
-    found = getattr(getattr(getattr(pipeline, "transformer", None), "config", None), "attention_head_dim", None)
-    return found if isinstance(found, int) else None
+    return _start_parallel(parallel, config, is_compiled, kernel_check.value_format(pipeline))
 
 
 def _warn_of_inner_ring(parallel: Any) -> None:
@@ -129,7 +124,7 @@ def _start_virtual(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> 
         warn_once(
             "--cocodiff_virtual has no effect in compiled graphs: the run is lossless; leave out --use_torch_compile"
         )
-    config = kernel_check.with_checked_kernels(config, None, _head_dim(pipeline))
+    config = kernel_check.with_checked_kernels(config, None, kernel_check.value_format(pipeline))
     runtime = _virtual_runtime(config)
     if runtime is None:
         return Session(config, lossless_reason=_NO_SLOW_AXIS.format(config.virtual, config.mode))
@@ -174,7 +169,7 @@ def _route_attention_through_usp(pipeline: Any) -> None:
 # Real ranks.
 
 
-def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, head_dim: int | None) -> Session:
+def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, values: ValueFormat) -> Session:
     """Return the session of an engine whose ranks share a sequence."""
     from xfuser.core.distributed import get_sp_group
     from yunchang.globals import PROCESS_GROUP
@@ -211,7 +206,7 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, he
         )
         warn_once(lossless_reason)
         config = replace(config, mode=EXACT)
-    config = kernel_check.with_checked_kernels(config, get_sp_group().cpu_group, head_dim)
+    config = kernel_check.with_checked_kernels(config, get_sp_group().cpu_group, values)
     # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
     may_gather = parallel.ring_degree == 1 and parallel.pp_degree == 1
     is_guided = parallel.cfg_degree > 1
