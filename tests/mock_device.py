@@ -129,10 +129,10 @@ class MockKernel:
 
 
 WRITTEN = {
-    "_scores_kernel": ("scores",),
-    "_order_kernel": ("order",),
-    "_encode_kernel": ("payload", "new_reference", "next_gains", "sums", "energies", "counters"),
-    "_decode_kernel": ("new_reference", "data"),
+    "scores_kernel": ("scores",),
+    "order_kernel": ("order",),
+    "encode_kernel": ("payload", "new_reference", "next_gains", "sums", "energies", "counters"),
+    "decode_kernel": ("new_reference", "data"),
 }
 """Arguments that each kernel writes; all other tensors are read."""
 

@@ -4,8 +4,8 @@
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
 Triton backend would launch them with. Prints for each kernel as JSON: what is encoded, the number of fused
-multiply-adds, the widths of memory accesses, registers and stack of a thread, shared memory, and the share of the
-multiprocessor's warps that can be resident.
+multiply-adds, the widths of memory accesses, registers and stack of a thread, shared memory, the share of the
+multiprocessor's warps that can be resident, and the instructions of the longest loop per value of a thread.
 """
 
 import json
@@ -31,9 +31,11 @@ from xfuser_cocodiff.engine.kernels import triton_kernels
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, MessagePart
 
 TOKENS, HEAD_DIM = 288, 128
-KERNELS = "_scores_kernel", "_order_kernel", "_encode_kernel", "_decode_kernel"
+KERNELS = "scores_kernel", "order_kernel", "encode_kernel", "decode_kernel"
 REGISTERS, MAX_WARPS, MAX_BLOCKS, SHARED_BYTES = 2**16, 64, 32, 164 * 1024
 """Limits of a multiprocessor of A100, H100 and B200; the latter two have more shared memory."""
+THREAD_BYTES = 16
+"""Bytes of values that a thread has of a tile."""
 CODED = (
     *(((bits,), False, False) for bits in (1, 1.6, 2, 2.7, 4, 8, None)),
     *(((1.6,), True, False), ((2.7,), False, True), ((8,), False, True), ((1.6, 2, 1.6), True, True)),
@@ -88,16 +90,33 @@ class Compiler:
             assert "cubin" in kernel.asm
             widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(?:cg\.)?(\w+(?:\.\w+)?)", ptx)))
             found = {"kernel": kernel.metadata.name, "type": str(dtype), "bits": bits, "selects": selects}
-            yield found | {"base": based, "fused": ptx.count("fma."), "widths": widths, **resources(kernel)}
+            instructions = loop_instructions(kernel) / (THREAD_BYTES / dtype.itemsize)
+            found |= {"base": based, "fused": ptx.count("fma."), "widths": widths, "instructions": instructions}
+            yield found | resources(kernel)
+
+
+def dump(kernel: triton.compiler.CompiledKernel, what: str) -> str:
+    """Return what NVIDIA's `cuobjdump` prints of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(Path(nvidia.__file__).parent / "bin" / "cuobjdump"), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def loop_instructions(kernel: triton.compiler.CompiledKernel) -> int:
+    """Return the number of instructions in the longest loop of a kernel: up to a branch backward; 0 without a loop."""
+    lines = re.findall(r"/\*([0-9a-f]{4,8})\*/\s+([@A-Z][^;]*);", dump(kernel, "-sass"))
+    addresses = [int(address, 16) for address, _ in lines]
+    branches = [re.search(r"\bBRA\b.*0x([0-9a-f]+)", line) for _, line in lines]
+    jumps = [(int(branch.group(1), 16), address) for address, branch in zip(addresses, branches, strict=True) if branch]
+    loops = [(target, address) for target, address in jumps if target < address]
+    return max((sum(first <= address <= last for address in addresses) for first, last in loops), default=0)
 
 
 def resources(kernel: triton.compiler.CompiledKernel) -> dict[str, float]:
     """Return registers and bytes of stack of a thread, to which registers are spilled, and the occupancy."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(Path(nvidia.__file__).parent / "bin" / "cuobjdump"), "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dump(kernel, "-res-usage")
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
     warps, per_warp = kernel.metadata.num_warps, -(-registers * 32 // 256) * 256
     blocks = min(MAX_BLOCKS, REGISTERS // (per_warp * warps), SHARED_BYTES // (1024 + kernel.metadata.shared))

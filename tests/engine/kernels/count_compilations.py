@@ -26,7 +26,7 @@ from xfuser_cocodiff.engine.compression.loopback import Loopback
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.kernels import triton_kernels
 
-KERNELS = "_scores_kernel", "_order_kernel", "_encode_kernel", "_decode_kernel"
+KERNELS = "scores_kernel", "order_kernel", "encode_kernel", "decode_kernel"
 SHAPES = (  # slots, groups, heads, tokens, head dim
     (2, 4, 3, 576, 128),
     (2, 1, 6, 2304, 128),

@@ -156,11 +156,11 @@ def test_nccl_that_refuses_is_replaced_by_gloo(gpu: None, tmp_path: Path, monkey
 
 NCU = """==PROF== Connected to process 1
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","1","_encode_kernel","launch__registers_per_thread","register/thread","99"
-"2","1","_encode_kernel","launch__registers_per_thread","register/thread","40"
-"2","1","_encode_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","81.5"
-"2","1","_encode_kernel","l1tex__t_requests_pipe_lsu_mem_local_op_ld.sum","","1,024"
-"3","1","_decode_kernel","launch__registers_per_thread","register/thread","n/a"
+"0","1","encode_kernel","launch__registers_per_thread","register/thread","99"
+"2","1","encode_kernel","launch__registers_per_thread","register/thread","40"
+"2","1","encode_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","81.5"
+"2","1","encode_kernel","l1tex__t_requests_pipe_lsu_mem_local_op_ld.sum","","1,024"
+"3","1","decode_kernel","launch__registers_per_thread","register/thread","n/a"
 """
 
 

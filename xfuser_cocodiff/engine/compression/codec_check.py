@@ -30,6 +30,7 @@ _FEW = (VERY_FEW_STEPS, FEW_STEPS)
 _MESSAGES = (BY_HEADS, ("v", "qk"), ("kv",))
 """Messages of a layer: by heads, by heads with V first, and with K and V gathered."""
 _ONE_TENSOR = ("v",)
+"""The messages in which further codecs are checked; V selects its own tokens."""
 _GROUPS, _HEADS, _TOKENS = 2, 4, 512
 """Sizes of the values: full blocks of the kernels."""
 _CHANGE = 0.05

@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import (
 
 
 @triton.jit
-def _decode_kernel(tensors, scale_table):
+def decode_kernel(tensors, scale_table):
     """Decode tensors into their targets, and write their new references.
 
     Args:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from xfuser_cocodiff.engine.kernels import quantize
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS
 from xfuser_cocodiff.engine.kernels.triton_tensors import (
+    UNIT_GAIN,
     dequantize,
     load_base,
     locate_program,
@@ -23,7 +23,6 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import (
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantize.PER_OCTAVE)), tl.constexpr(float(quantize.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantize.NOT_FINITE))
 _PEAK_SHARE = tl.constexpr(quantize.PEAK_SHARE)
-_GAIN_STEPS = tl.constexpr(float(GAIN_STEPS))
 _MIN_WIDTH = tl.constexpr(torch.finfo(torch.float32).tiny)
 """Replacement for a width of 0 in comparisons."""
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
@@ -33,7 +32,7 @@ _SUMS_BLOCK = tl.constexpr(256)
 
 
 @triton.jit
-def _encode_kernel(tensors, scale_table, sums, energies, counters):
+def encode_kernel(tensors, scale_table, sums, energies, counters):
     """Encode tensors, and write their new references and the sums over their values.
 
     Args:
@@ -270,7 +269,7 @@ def _reduce_in_last_program(tensor, sums, energies, counter):
                 numerator, denominator = (
                     tl.sum(tl.where(field == 2, of_link, 0.0)), tl.sum(tl.where(field == 3, of_link, 0.0))
                 )  # fmt: skip
-                gain = tl.floor(numerator / denominator * _GAIN_STEPS + 0.5)
-                gain = tl.where(gain == gain, tl.minimum(tl.maximum(gain, 0.0), _GAIN_STEPS), 0.0)
+                gain = tl.floor(numerator / denominator * UNIT_GAIN + 0.5)
+                gain = tl.where(gain == gain, tl.minimum(tl.maximum(gain, 0.0), UNIT_GAIN), 0.0)
                 tl.store(tensor.next_gains + link, gain.to(tl.uint8))
         tl.store(energies + field, of_tensor, mask=field < 2)

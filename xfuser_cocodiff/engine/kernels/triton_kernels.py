@@ -25,9 +25,9 @@ from xfuser_cocodiff.engine.kernels.rows import (
     view_bytes,
     write_remote_slots,
 )
-from xfuser_cocodiff.engine.kernels.triton_decoder import _decode_kernel
-from xfuser_cocodiff.engine.kernels.triton_encoder import _encode_kernel
-from xfuser_cocodiff.engine.kernels.triton_selection import _order_kernel, _scores_kernel
+from xfuser_cocodiff.engine.kernels.triton_decoder import decode_kernel
+from xfuser_cocodiff.engine.kernels.triton_encoder import encode_kernel
+from xfuser_cocodiff.engine.kernels.triton_selection import order_kernel, scores_kernel
 from xfuser_cocodiff.engine.kernels.triton_tensors import CodecConstants, TensorArguments, size_of, unspecialized
 from xfuser_cocodiff.engine.topology import devices
 
@@ -52,7 +52,7 @@ def scores(
     found = torch.empty(links, groups, tokens, device=values.device)
     block_dim = triton.next_power_of_2(dim)
     block = max(1, _TILE_BYTES // values.itemsize // block_dim)
-    _scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
+    scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
         values, reference, prediction.previous, prediction.gains, found,
         groups, heads, tokens, *_local_arguments(local_slots, links), *values.stride()[:4],
         *_base_arguments(base), dim, block_dim, block, **_LAUNCH_OPTIONS,
@@ -68,7 +68,7 @@ def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     sums, energies = torch.empty(programs, 4, device=device), torch.empty(len(parts), 2, device=device)
     counters = _counters(device, _current_stream(device))
     try:
-        _encode_kernel[(programs,)](tensors, quantize.scale_table(device), sums, energies, counters, **_LAUNCH_OPTIONS)
+        encode_kernel[(programs,)](tensors, quantize.scale_table(device), sums, energies, counters, **_LAUNCH_OPTIONS)
     except BaseException:
         _counters.cache_clear()  # programs may have counted
         raise
@@ -85,7 +85,7 @@ def decode_all(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
     targets = [part.values for part in parts]
     written = [each if each.stride(-1) == 1 else torch.empty_like(each).contiguous() for each in targets]
     tensors = tuple(map(_arguments, parts, written))
-    _decode_kernel[(_num_programs(tensors),)](tensors, quantize.scale_table(targets[0].device), **_LAUNCH_OPTIONS)
+    decode_kernel[(_num_programs(tensors),)](tensors, quantize.scale_table(targets[0].device), **_LAUNCH_OPTIONS)
     for part, each in zip(parts, written, strict=True):
         if each is not part.values:
             write_remote_slots(part.values, remote_slots(each, part.local_slots), part.local_slots)
@@ -186,7 +186,7 @@ def _order(active: ActiveTokens) -> torch.Tensor:
         links, groups, _ = active.mask.shape
         active.order = torch.empty(links, groups, active.tokens, dtype=torch.int32, device=active.mask.device)
         mask = active.mask.flatten(0, 1)
-        _order_kernel[(links * groups,)](
+        order_kernel[(links * groups,)](
             mask, active.order, mask.stride(0), active.tokens, active.count, _ORDER_BLOCK, **_LAUNCH_OPTIONS
         )
     return active.order

@@ -7,7 +7,7 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import load_base, predict, ro
 
 
 @triton.jit(do_not_specialize=["groups", "heads", "tokens", "local_start", "local_count"])
-def _scores_kernel(
+def scores_kernel(
     values, reference, previous, gains, scores,
     groups, heads, tokens, local_start, local_count, stride_slot, stride_group, stride_head, stride_token,
     base, weight, stride_base_link, stride_base_group, stride_base_head, stride_base_token,
@@ -57,7 +57,7 @@ def _scores_kernel(
 
 
 @triton.jit(do_not_specialize=["stride_mask", "tokens", "active"])
-def _order_kernel(mask, order, stride_mask, tokens, active, block: tl.constexpr):
+def order_kernel(mask, order, stride_mask, tokens, active, block: tl.constexpr):
     """Write the active tokens of a group and then the others, each ascending; a program has a group.
 
     Args:

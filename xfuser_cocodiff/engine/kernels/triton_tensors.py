@@ -12,7 +12,8 @@ import triton.language as tl
 
 from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS
 
-_GAIN_STEPS = tl.constexpr(float(GAIN_STEPS))
+UNIT_GAIN = tl.constexpr(float(GAIN_STEPS))
+"""A gain of 1, as it is sent and stored."""
 
 
 class CodecConstants(NamedTuple):
@@ -205,7 +206,7 @@ def predict(reference, previous, offsets, inside, gain):
     if previous is not None:
         before = tl.load(previous + offsets, mask=inside, other=0.0)
         change = (current.to(tl.float32) - before.to(tl.float32)).to(current.dtype)
-        factor = (gain.to(tl.float32) / _GAIN_STEPS).to(current.dtype)
+        factor = (gain.to(tl.float32) / UNIT_GAIN).to(current.dtype)
         step = (factor.to(tl.float32) * change.to(tl.float32)).to(current.dtype)
         predicted = (step.to(tl.float32) + current.to(tl.float32)).to(current.dtype)
     return predicted, current, change

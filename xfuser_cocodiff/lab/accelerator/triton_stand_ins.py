@@ -22,7 +22,7 @@ class TritonKernels:
         module: the module of the kernels.
     """
 
-    NAMES = ("_scores_kernel", "_order_kernel", "_encode_kernel", "_decode_kernel")
+    NAMES = ("scores_kernel", "order_kernel", "encode_kernel", "decode_kernel")
 
     def __init__(self, clock: Clock, module: ModuleType) -> None:
         self._clock, self._module, self._stack = clock, module, contextlib.ExitStack()

@@ -118,7 +118,7 @@ def profile(setting: Setting) -> Result:
         raise NotAvailableError("ncu is not on PATH")
     rows = []
     for bits in PROFILED_BITS:
-        command = ["ncu", "--clock-control", "none", "--csv", "--kernel-name", "regex:_(encode|decode)_kernel"]
+        command = ["ncu", "--clock-control", "none", "--csv", "--kernel-name", "regex:(encode|decode)_kernel"]
         command += ["--metrics", ",".join(_METRICS.values()), sys.executable, "-m", f"{__package__}.profiled_kernels"]
         rows += [{"bits": bits, **row} for row in parse_profile(setting.run_command([*command, str(bits)], 120.0))]
     if not rows:
@@ -171,7 +171,7 @@ def _launched_with(count: int, values: int) -> Iterator[None]:
     from xfuser_cocodiff.engine.kernels import triton_kernels as triton
 
     replaced: dict[str, Any] = {
-        name: _WithWarps(getattr(triton, name), count) for name in ("_encode_kernel", "_decode_kernel")
+        name: _WithWarps(getattr(triton, name), count) for name in ("encode_kernel", "decode_kernel")
     }
     with mock.patch.multiple(triton, _TILE_BYTES=2 * values, **replaced):
         yield

@@ -1,0 +1,203 @@
+"""What a coded layer launches, and the bytes that it moves, counted on a mock device."""
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.mock_device import HAS_BACKENDS, MockDevice
+from tests.mock_meshes import GATHERED, SINGLE_STAGE, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
+from tests.quick import covering, pairwise, slow_but
+from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
+from xfuser_cocodiff.lab.simulation.layer_time import compute
+from xfuser_cocodiff.lab.simulation.scenario import Scenario
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+
+pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
+
+MAX_LAUNCHES = 12
+"""Operations of a coded layer besides its kernels; small ones are dominated by their launch."""
+SELECTION_LAUNCHES = 12
+"""Operations that select tokens, pack and unpack the selection, and number the tokens at both ends."""
+SMALL = (1, 8, 8, 16)
+FLUX = (1, 24, 4608 // 4, 128)
+"""Values of FLUX.1-dev at 1024 pixels on one of four ranks."""
+
+
+def calls_of(
+    slow: str,
+    v_first: bool,
+    codecs_of_steps: Sequence[Mapping[str, Codec]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    topology: Topology = TOPOLOGY,
+    joint: float = 0.0,
+) -> list[tuple[Counter[str], Counter[str]]]:
+    """Return the launches and the moved bytes of each call of a layer, by operation.
+
+    A step has one call, or with `joint` one for each of two branches of guidance.
+    """
+    found = []
+    with MockDevice() as mock_device, mock_device.by_triton():
+        make_tables()
+        mesh, partition = partition_of(slow, False, topology)
+        query, key, value = (torch.empty(shape, dtype=dtype, device=device()) for _ in range(3))
+        leading: dict = {}
+        following: dict = {}
+        branches = [(leading, None), (following, leading)][: 2 if joint else 1]
+        for (step, codecs_of), (link_states, leader) in itertools.product(enumerate(codecs_of_steps), branches):
+            how = {"single_stage": slow == SINGLE_STAGE, "gathers_kv": slow == GATHERED}
+            how |= {"joint": joint, "leader": leader, "keeps_values": bool(joint) and leader is None}
+            layer_codecs = LayerCodecs(partition, codecs_of, link_states, CodecStats(), step, **how)
+            counted = mock_device.launched, mock_device.moved
+            for each in counted:
+                each.clear()
+            ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=partition if slow == GATHERED else None)
+            if v_first:
+                ulysses.start_value(value)
+            ulysses.run(query, key, value, lambda query, *_: query)
+            found.append(tuple(map(Counter, counted)))
+    return found
+
+
+def kernels_and_others(counted: Counter[str]) -> tuple[int, int]:
+    """Return what a counter has of Triton kernels, and of other operations."""
+    kernels = sum(count for name, count in counted.items() if name.endswith("_kernel"))
+    return kernels, counted.total() - kernels
+
+
+def coded_step(rank: int, slow: str, v_first: bool, share: float, *sizes: object) -> list[tuple[int, int]]:
+    """Return the launches and the moved bytes of a step whose tensors are all coded."""
+    codecs_of = {**dict.fromkeys("qkv", Codec(2, share, predictor=ADAPTIVE)), "o": Codec(1.6, predictor=ADAPTIVE)}
+    counted = calls_of(slow, v_first, [dict.fromkeys("qkvo", EXACT), *[codecs_of] * 3], *sizes)[-1]
+    return list(map(kernels_and_others, counted))
+
+
+CASES = [*covering(itertools.product(SLOW, (False, True), [1.0, 0.5]), 2)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "v_first", "share"),
+    slow_but([("node", True, 0.5), (GATHERED, False, 1.0)], CASES),
+)
+def test_coded_layer_has_few_launches(slow: str, v_first: bool, share: float) -> None:
+    [((kernels, others), _)] = ranks.run(coded_step, 1, slow, v_first, share, SMALL, torch.float32)
+    # One launch encodes a message, and one decodes it: Q, K and V together, or V first, and O unless only K and V are
+    # coded. One scores V's tokens, and one puts the selection in order at each end.
+    assert kernels == 2 * (1 + v_first + (slow != GATHERED)) + 3 * (share < 1)
+    assert others <= MAX_LAUNCHES + SELECTION_LAUNCHES * (share < 1)
+
+
+OTHER_BYTES = {"node": 12, "all": 2, SINGLE_STAGE: 8, GATHERED: 20}
+"""Sizes of a tensor that operations besides the kernels read and write: packing and unpacking of what is not coded."""
+
+
+@pytest.mark.parametrize(("slow", "share"), pairwise(itertools.product(SLOW, [1.0, 0.5])))
+def test_coded_layer_moves_few_bytes(slow: str, share: float) -> None:
+    """Each end reads values or payload and two references, and writes one, and payload or values. Scores of V read all
+    but the payload once more."""
+    [(_, (kernels, others))] = ranks.run(coded_step, 1, slow, False, share, FLUX)
+    size = math.prod(FLUX) * torch.bfloat16.itemsize
+    remote, tensors, bits = (size, 2, 4 * share) if slow == GATHERED else (size // 2, 4, 6 * share + 1.6)
+    remote = size * 3 // 4 if slow == "all" else remote
+    least = tensors * 8 * remote + 2 * remote * bits / 16 + (3 * remote if share < 1 else 0)
+    assert least <= kernels <= 1.1 * least
+    assert others <= 1.01 * OTHER_BYTES[slow] * size
+
+
+PAGE = Path(__file__).parents[3] / "docs/codec_overhead.md"
+NODES = Topology.parse("2x4", 8)
+DOCUMENTED = {
+    "FLUX.1-dev, 1024 px": "flux.1-dev",
+    "Qwen-Image, 2304 px": "qwen-image",
+    "Wan2.1-14B, 720p": "wan2.1-14b",
+}
+
+
+def mean_bytes(rank: int, name: str, resolution: int, mode: str) -> float:
+    """Return the bytes that codecs move in a layer on one of 8 ranks, in the mean over the steps of a run and branches.
+
+    A leading branch copies the values that it sends.
+    """
+    workload, steps = WORKLOADS[name], modes.DEFAULT_STEPS
+    schedule = modes.preset(mode, steps, workload.is_guided)
+    shape = (1, workload.heads, -(-workload.tokens(resolution) // 8), workload.head_dim)
+    joint, branches = (schedule.joint, 2) if workload.is_guided else (0.0, 1)
+    codecs_of = [schedule.codecs(step, steps) for step in range(3)]
+    calls = calls_of(GATHERED, False, codecs_of, shape, topology=NODES, joint=joint)
+    moved = [kernels_and_others(counted)[0] + counted["aten.clone.default"] for _, counted in calls]
+    first, second, later = (sum(moved[step * branches :][:branches]) / branches for step in range(3))
+    return (first + second + (steps - 2) * later) / steps
+
+
+def layer_seconds(name: str, resolution: int, accelerator: Accelerator) -> float:
+    """Return the predicted computation of a layer on one of 8 ranks, in the mean over the layers of a model."""
+    workload = WORKLOADS[name]
+    scenario = Scenario(workload, resolution, 1, modes.DEFAULT_STEPS, NODES, lambda *_: None, accelerator)
+    layers = sum(kind.count * compute(scenario, kind, workload.heads, 1).device for kind in workload.kinds)
+    return layers / workload.layers
+
+
+@pytest.mark.parametrize("mode", ["balanced", "fast"])
+@pytest.mark.parametrize("model", DOCUMENTED)
+def test_documented_costs_are_those_of_the_kernels(model: str, mode: str) -> None:
+    name, resolution = DOCUMENTED[model], int(re.search(r"(\d+) ?px?$", model).group(1))
+    [counted] = ranks.run(mean_bytes, 1, name, resolution, mode)
+    found = re.search(
+        rf"^\| {re.escape(model)}, `{mode}` \| (\d+) MB \| (.+) % \| (.+) % \|$", PAGE.read_text(), re.MULTILINE
+    )
+    nbytes, *shares = map(float, found.groups())
+    assert nbytes == pytest.approx(counted / 1e6, abs=0.5)
+    for share, accelerator in zip(shares, (H100, MAX_1550_TILE), strict=True):
+        seconds = counted / accelerator.bytes_per_second
+        assert share == pytest.approx(100 * seconds / layer_seconds(name, resolution, accelerator), abs=0.06)
+
+
+MAX_GRID = 2**31 - 1, 65_535, 65_535
+"""CUDA's limits of a grid."""
+VIDEO = "HunyuanVideo, 129 frames"
+TOKENS = {VIDEO: 33 * 45 * 80 + 256, "Wan, 81 frames": 21 * 45 * 80}
+"""Tokens at 720p; a token covers four frames of 16 x 16 pixels."""
+
+
+def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the grids of all kernels of a layer at the smallest and the largest degree, with codecs and without."""
+    launched, codec = [], Codec(2, 0.5, predictor=0.5)
+    degrees = [each for each in range(2, 25, 2) if heads % each == 0]
+    for degree, batch in itertools.product((degrees[0], degrees[-1]), (1, 2)):
+        names = {"node": 2, "gpu": degree // 2} if degree > 2 else {"node": 2}
+        topology = Topology.named(**names)
+        with MockDevice() as mock_device, mock_device.by_triton():
+            make_tables()
+            mesh = mesh_of("flat", False, topology)
+            node = mesh_of("flat", False, Topology.named(node=2), mesh.comm_stream) if degree > 2 else mesh
+            fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.comm_stream) if degree > 2 else None
+            partition = AxisPartition((0,), tuple(names.values()), 0, node, fast, 0)
+            query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
+            link_states: dict = {}
+            for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
+                layer_codecs = codecs_of and LayerCodecs(partition, codecs_of, link_states, CodecStats())
+                UlyssesAttention(mesh, layer_codecs=layer_codecs).run(query, query, query, lambda query, *_: query)
+            launched += mock_device.grids
+    return launched
+
+
+@pytest.mark.parametrize(("video", "heads"), slow_but([(VIDEO, 24)], itertools.product(TOKENS, [24, 40])))
+def test_grids_of_long_videos_are_within_cuda_limits(video: str, heads: int) -> None:
+    [launched] = ranks.run(grids, 1, TOKENS[video], heads)
+    assert {name for name, _ in launched} == {f"{name}_kernel" for name in ("scores", "order", "encode", "decode")}
+    for name, grid in launched:
+        assert all(0 < size <= most for size, most in zip(grid, MAX_GRID, strict=False)), (name, grid)

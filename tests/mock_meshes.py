@@ -1,0 +1,71 @@
+"""Meshes on the mock device: process groups that only have a size, plans, and slow and fast axes."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import torch
+
+from tests.mock_device import register_mock_device
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
+from xfuser_cocodiff.engine.comm.stages import Stages
+from xfuser_cocodiff.engine.compression import codecs, link_reference
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.kernels import quantize
+from xfuser_cocodiff.engine.topology.plans import Plan, Stage
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+TOPOLOGY = Topology.parse("2x2", 4)
+
+
+@functools.cache
+def device() -> torch.device:
+    """Return the mock device of this process."""
+    return register_mock_device()
+
+
+def make_tables() -> None:
+    """Replace tables that a process creates once, by copies that the host waits for."""
+    scales, maxima = (torch.zeros(size, device=device()) for size in (256, 255))
+    shifts = torch.zeros(8, dtype=torch.uint8, device=device())
+    weights = {grid: torch.zeros(grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
+    digits = {grid: torch.zeros(256, grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
+    gains = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
+    quantize.scale_table, quantize._weights = lambda _: scales, lambda grid, _: weights[grid]
+    quantize._digits = lambda grid, _: digits[grid]
+    quantize._int8_tables = lambda _: (maxima, scales, scales)
+    codecs._shifts = lambda _: shifts
+    link_reference._same_gain = lambda gain, links, _: gains[links]
+
+
+def group_of(stage: Stage, topology: Topology) -> SimpleNamespace:
+    """Return a mock process group of a stage."""
+    size = math.prod(topology.shape[dim] for dim in stage)
+    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
+
+
+def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream: CommStream | None = None) -> Mesh:
+    """Return a mesh of mock process groups."""
+    parsed = Plan.parse(plan, topology)
+    plans = parsed, Plan.hierarchical_gather(topology)
+    groups = {stage: group_of(stage, topology) for plan in plans for stage in plan.stages}
+    stages = Stages(groups, device(), staged)
+    return Mesh(topology, stages, PlanPolicy(lambda nbytes: parsed), comm_stream or CommStream(device(), staged))
+
+
+SINGLE_STAGE = "node, single stage"
+GATHERED = "node, K and V gathered"
+SLOW = ["node", "all", SINGLE_STAGE, GATHERED]
+"""The slow axes, whether coded all-to-alls are single-stage, and whether K and V are gathered instead."""
+
+
+def partition_of(slow: str, staged: bool, topology: Topology = TOPOLOGY) -> tuple[Mesh, AxisPartition]:
+    """Return a mesh of nodes and GPUs, and its slow and fast axes."""
+    mesh = mesh_of("hierarchical", staged, topology)
+    if slow == "all":
+        return mesh, AxisPartition((0, 1), topology.shape, 0, mesh, None, 0)
+    axes = [Topology.named(**{name: size}) for name, size in zip(("node", "gpu"), topology.shape, strict=True)]
+    parts = [mesh_of("flat", staged, axis).as_part_of(mesh, str(axis).split("=")[0]) for axis in axes]
+    return mesh, AxisPartition((0,), topology.shape, 0, *parts, 0)
