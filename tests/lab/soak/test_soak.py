@@ -45,6 +45,19 @@ def test_arguments_fix_what_is_drawn() -> None:
     assert {(each.model, each.mode, each.steps, each.v_first) for each in found} == {("SD3.5", "fast", 7, "off")}
 
 
+def test_faults_in_a_layer_strike_requests_whose_layers_all_run(tmp_path: Path) -> None:
+    """A compiled transformer runs no hooks that are added later, and a step cache skips layers."""
+    plan = replace(PLAN, kinds=tuple(fault.KINDS), faults=400, distinct=40, fixed=("--model", "FLUX.1-dev"))
+    drawn = campaign.Campaign(plan, tmp_path, lambda text: None)
+    struck = [drawn.fault(number) for number in range(plan.faults)]
+    in_layers = [
+        each for each, found in struck if found.kind in ("interrupt_in_layer", "out_of_memory", "memory_error")
+    ]
+    others = [each for each, found in struck if found.kind == "callback_error"]
+    assert in_layers and not any(each.compiled or each.step_cache for each in in_layers)
+    assert any(each.compiled for each in others) and any(each.step_cache for each in others)
+
+
 def test_there_are_more_than_twenty_kinds_of_faults() -> None:
     assert len(fault.KINDS) >= 30
     assert fault.parse_kinds("all") == [*fault.KINDS] and fault.parse_kinds("none") == []

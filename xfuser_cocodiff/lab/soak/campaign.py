@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,10 @@ class Campaign:
     def fault(self, number: int) -> tuple[Request, Fault]:
         """Return a fault and the request that it strikes."""
         request = choose(self.plan.seed, f"fault {number}", self.palette)
-        return request, draw(self.plan.seed, number, self.plan.kinds, self.plan.ranks, request)
+        fault = draw(self.plan.seed, number, self.plan.kinds, self.plan.ranks, request)
+        if fault.of_kind.strikes_layer:
+            request = replace(request, compiled=False, step_cache=False)
+        return request, fault
 
     def _run_request(self, number: int) -> None:
         request = choose(self.plan.seed, f"request {number}", self.palette)

@@ -25,6 +25,8 @@ class FaultKind:
     """Whether the request, if it returns, has to have the bits of a fresh one."""
     names_victim: str = ""
     """What the error of a surviving rank has to contain (job); {victim} is the rank at fault."""
+    strikes_layer: bool = False
+    """Whether it strikes inside a layer, which the request then has to run eagerly and in every step."""
 
 
 _LOST = "rank {victim} is lost or unresponsive"
@@ -33,11 +35,25 @@ KINDS = {
     for kind in (
         FaultKind("callback_error", "a callback raises ValueError on every rank", "run", "ValueError"),
         FaultKind("interrupt", "KeyboardInterrupt in a callback, as Ctrl-C sends it", "run", "KeyboardInterrupt"),
-        FaultKind("interrupt_in_layer", "KeyboardInterrupt inside an attention layer", "run", "KeyboardInterrupt"),
+        FaultKind(
+            "interrupt_in_layer",
+            "KeyboardInterrupt inside an attention layer",
+            "run",
+            "KeyboardInterrupt",
+            strikes_layer=True,
+        ),
         FaultKind("generator_exit", "GeneratorExit in a callback: a generator was dropped", "run", "GeneratorExit"),
         FaultKind("declared_run_dropped", "a generator with a declared run is dropped half way, before", "run"),
-        FaultKind("out_of_memory", "torch.OutOfMemoryError inside a layer (a fake limit)", "run", "OutOfMemoryError"),
-        FaultKind("memory_error", "MemoryError inside a layer (a fake limit)", "run", "MemoryError"),
+        FaultKind(
+            "out_of_memory",
+            "torch.OutOfMemoryError inside a layer (a fake limit)",
+            "run",
+            "OutOfMemoryError",
+            strikes_layer=True,
+        ),
+        FaultKind(
+            "memory_error", "MemoryError inside a layer (a fake limit)", "run", "MemoryError", strikes_layer=True
+        ),
         FaultKind("error_kept", "an error that one rank keeps, with the frames of its run", "run", "ValueError"),
         FaultKind("nan", "NaN in latents between two steps", "run", is_comparable=False),
         FaultKind("infinity", "infinity in latents between two steps", "run", is_comparable=False),
