@@ -1,5 +1,6 @@
 """Sessions in one process, one after the other and side by side: they share no state."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,26 @@ def test_slow_axes_are_part_of_the_cache_key() -> None:
 
 def test_sessions_side_by_side_share_no_state() -> None:
     ranks.run(run_side_by_side, 2)
+
+
+def end_session(rank: int) -> int:
+    """Return the number of the comm stream's threads that are left after a session has ended."""
+    group, *_ = start(rank, depth=1)
+    session = use_config(group, config_of("exact"))
+    session.mesh.comm_stream.start("nothing", lambda: None).wait()
+    [thread] = comm_threads()
+    session.close()
+    thread.join(10)
+    return len(comm_threads())
+
+
+def comm_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cocodiff_")]
+
+
+def test_threads_end_with_their_session() -> None:
+    """Not when cycles are collected, which in a service may be hundreds of requests later."""
+    assert ranks.run(end_session, 2) == [0, 0]
 
 
 def start_another_engine(rank: int) -> None:

@@ -154,6 +154,12 @@ class CommStream:
             return work()  # in the caller's thread: the comm stream's own would only add latency
         return self.start("", work).wait()
 
+    def close(self) -> None:
+        """End the thread once what was started has completed; another operation starts a new one."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)  # a lost rank may keep it from ending
+            self._executor = None
+
     def _on_stream(self, work: Callable[[], Any]) -> Callable[[], tuple[Any, torch.Event | None]]:
         """Return a function that queues an operation on the stream, behind what the caller has queued by now.
 

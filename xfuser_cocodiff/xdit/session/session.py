@@ -162,10 +162,12 @@ class Session:
         kernels.use(self.config.kernels if self.config else AUTO)
 
     def close(self) -> None:
-        """Restore all modules, end all runs, and restore Inductor's settings."""
+        """Restore all modules, end all runs and the comm stream's thread, and restore Inductor's settings."""
         self.abandon_traced_call()
         self.layers.clear()
         self.runs.clear()
+        if self.mesh:
+            self.mesh.comm_stream.close()
         graph_order.restore()
 
     # Tuning.
