@@ -10,7 +10,7 @@ from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, channel_scales
 
 SHAPE = (2, 3, 4, 10, 16)
 """Links, groups, heads, tokens, head dim."""
@@ -96,6 +96,22 @@ def test_both_ends_have_the_same_reference_after_100_steps(
         assert torch.equal(link.sent.predict(), link.received.predict())
         assert torch.equal(link.sent.predict(0.5), link.received.predict(0.5))
         assert is_int8 or torch.equal(found, link.received.predict())
+
+
+@pytest.mark.parametrize("first", [EXACT, Codec(8, is_keyframe=True), Codec(4, is_keyframe=True)], ids=str)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_large_channels_do_not_add_to_the_errors_of_others(first: Codec, is_int8: bool) -> None:
+    """A channel 16 times as large adds little to the errors of others, and both ends agree."""
+    codec, errors = Codec(2, predictor=ADAPTIVE), {}
+    for factor in (1, 16):
+        link, errors[factor] = Link(is_int8), []
+        for step, values in enumerate(random_walk(steps=40)):
+            values[..., 3] *= factor
+            found = link.send(values, codec if step else first)
+            assert torch.equal(link.sent.predict(0.5), link.received.predict(0.5))
+            errors[factor].append(relative_error(*(torch.cat([x[..., :3], x[..., 4:]], -1) for x in (found, values))))
+    plain, large = (sum(errors[factor][20:]) for factor in (1, 16))
+    assert large < 2.5 * plain, "without scales 8 times as much"
 
 
 def test_exact_codec_is_lossless_and_sets_the_reference() -> None:
@@ -225,7 +241,8 @@ def test_keyframes_in_8_bits_use_no_reference(dtype: torch.dtype) -> None:
     used.send(random_walk(dtype)[50], EXACT)
     found = link.send(values[0], KEYFRAME)
     assert torch.equal(used.send(values[0], KEYFRAME), found)
-    largest = values[0].float().abs().amax(-1, keepdim=True)
+    channels = channel_scales(values[0])[:, None, :, None]
+    largest = (values[0].float() / channels).abs().amax(-1, keepdim=True) * channels
     # Half a level of 255 between minus and plus the maximum, with scales in steps of a sixth of an octave.
     assert ((found.float() - values[0].float()).abs() <= 1.01 * largest * 2 ** (1 / 6) / 256 + 2**-8 * largest).all()
     # The change from zero to the first values is not extrapolated.

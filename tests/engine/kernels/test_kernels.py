@@ -71,6 +71,34 @@ def test_backends_equal_pytorch_for_any_head_dim_and_number_of_tokens(one_pass, 
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim", "bits", "active"),
+    pairwise(itertools.product([torch.float32, torch.bfloat16], [8, 24, 128], GRIDS, [None, 5])),
+    ids=str,
+)
+def test_channel_scales_divide_residuals(one_pass, dtype, dim, bits, active) -> None:
+    """Powers of two are exact: values with scales are coded as the divided values are without."""
+    case, divided = (Case(dtype, MIDDLE, slots=4, dim=dim, tokens=8) for _ in range(2))
+    exponents = torch.randint(0, 5, (2, 3, dim), generator=torch.Generator().manual_seed(dim)).to(DEVICE)
+    scales = torch.exp2(exponents)
+    of_links = scales[:, None, :, None].to(dtype)
+    of_slots = torch.ones(4, 1, 3, 1, dim, dtype=dtype, device=DEVICE)
+    write_remote_slots(of_slots, of_links, MIDDLE)
+    divided.values.div_(of_slots)
+    divided.reference.div_(of_links)
+    divided.previous.div_(of_links)
+    prediction = case.prediction(0.5)._replace(channel_scales=scales)
+    for kernel in (one_pass, torch_kernels):
+        payload, found = case.encoded(kernel, prediction, bits, case.active(active))
+        expected_payload, expected = divided.encoded(kernel, divided.prediction(0.5), bits, divided.active(active))
+        assert torch.equal(*(remote_slots(each, MIDDLE) for each in (payload, expected_payload)))
+        assert torch.equal(found.reference, expected.reference * of_links)
+        error = (remote_slots(case.values, MIDDLE) - found.reference).float().square().sum()
+        torch.testing.assert_close(found.error_energy.squeeze(), error, rtol=1e-3, atol=1e-5)
+        decoded = kernel.decode(payload, prediction, bits, case.active(active), case.target, MIDDLE)
+        assert torch.equal(decoded, found.reference) and torch.equal(remote_slots(case.target, MIDDLE), decoded)
+
+
 @pytest.mark.parametrize("bits", [None, 2])
 def test_encode_without_active_tokens_keeps_the_prediction(one_pass, bits) -> None:
     case = Case(torch.bfloat16, SECOND)

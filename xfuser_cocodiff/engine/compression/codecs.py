@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference, SentValues
-from xfuser_cocodiff.engine.kernels import rows
+from xfuser_cocodiff.engine.kernels import quantize, rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, EncodeResult, MessagePart, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
@@ -92,8 +92,8 @@ class Codec:
         if self.bits is None:
             return sent * dim * dtype.itemsize + self._gain_bytes
         row_tokens = tokens_per_row(self.bits, dim, tokens, self.token_fraction == 1)
-        rows = sent // row_tokens
-        return level_bytes(self.bits, rows, row_tokens * dim) + rows + self._gain_bytes
+        rows, channels = sent // row_tokens, heads * dim if self.is_keyframe else 0
+        return level_bytes(self.bits, rows, row_tokens * dim) + rows + self._gain_bytes + channels
 
     @property
     def _gain_bytes(self) -> int:
@@ -247,17 +247,48 @@ class CodedTensor(NamedTuple):
     sent_values: SentValues | None = None
     """For the encoder: where the error is noted for branches that follow; None if none does."""
 
-    def part(self) -> MessagePart:
-        """Return the arguments of the kernels."""
-        codec, base = self.codec, self.lead.base if self.lead else None
+    def sender_part(self) -> MessagePart:
+        """Return the arguments of the encoder, and write the scales of channels to the payload of a keyframe."""
+        scales = None
+        if self.codec.is_keyframe:
+            scales = rows.remote_slots(quantize.channel_scales(self.values), self.local_slots)
+            exponents = quantize.exponents_of(scales).flatten(1)
+            rows.write_remote_slots(self._channel_section, exponents, self.local_slots)
+        return self._part(scales)
+
+    def receiver_part(self) -> MessagePart:
+        """Return the arguments of the decoder."""
+        scales = None
+        if self.codec.is_keyframe:
+            exponents = rows.remote_slots(self._channel_section, self.local_slots)
+            scales = quantize.powers_of(exponents.unflatten(1, (self.values.shape[2], -1)))
+        return self._part(scales)
+
+    def _part(self, channel_scales: torch.Tensor | None) -> MessagePart:
+        """Return the arguments of the kernels, given the scales of channels of a keyframe."""
+        codec, base, payload = self.codec, self.lead.base if self.lead else None, self.payload
         prediction = _prediction(codec, self.reference, self.values, self.local_slots)
-        how = prediction, codec.bits, self.active, self.payload, self.local_slots, codec.sends_gain, base
+        if prediction and channel_scales is not None:
+            self.reference.channel_scales = scales = _without_ones(channel_scales)
+            prediction, payload = prediction._replace(channel_scales=scales), payload[:, : -self._num_channels]
+        how = prediction, codec.bits, self.active, payload, self.local_slots, codec.sends_gain, base
         return MessagePart(self.values, *how)
+
+    @property
+    def _num_channels(self) -> int:
+        return self.values.shape[2] * self.values.shape[4]
+
+    @property
+    def _channel_section(self) -> torch.Tensor:
+        """Exponents of the scales of channels at the end of a keyframe's payload, uint8 (P, H * D)."""
+        return self.payload[:, -self._num_channels :]
 
     def advance(self, reference: torch.Tensor) -> None:
         """Advance the reference to what the receiver decodes, (L, G, H, T, D)."""
         weight = self.lead.weight if self.lead else 0.0
         self.reference.advance(reference, bool(self.codec.predictor), weight)
+        if self.codec.is_exact:
+            self.reference.channel_scales = _without_ones(quantize.channel_scales(reference))
 
 
 def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
@@ -269,12 +300,18 @@ def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
     Returns:
         The reconstruction error of each, or None if its codec is lossless.
     """
-    parts = [tensor.part() for tensor in tensors if not tensor.codec.sends_nothing]
+    parts = [tensor.sender_part() for tensor in tensors if not tensor.codec.sends_nothing]
     results = iter(kernels.encode(parts) if parts else ())
     return [
         _advance_unsent(tensor) if tensor.codec.sends_nothing else _advance_sent(tensor, next(results))
         for tensor in tensors
     ]
+
+
+def _without_ones(channel_scales: torch.Tensor) -> torch.Tensor | None:
+    """Return scales of channels; None if all are 1, which only a CPU knows at once: nothing need be divided then."""
+    is_known = not devices.capabilities(channel_scales.device.type).is_asynchronous
+    return None if is_known and bool((channel_scales == 1).all()) else channel_scales
 
 
 def _advance_unsent(tensor: CodedTensor) -> QuantError:
@@ -333,7 +370,7 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
     Args:
         tensors: all on one device; a following branch needs a call after that of its leading branch.
     """
-    parts = [tensor.part() for tensor in tensors if not tensor.codec.sends_nothing]
+    parts = [tensor.receiver_part() for tensor in tensors if not tensor.codec.sends_nothing]
     decoded = iter(kernels.decode(parts) if parts else ())
     for tensor in tensors:
         if tensor.codec.sends_nothing:

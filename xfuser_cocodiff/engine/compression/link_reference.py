@@ -30,6 +30,8 @@ class LinkReference:
         self.is_int8 = is_int8
         self._current: tuple[torch.Tensor, ...] = ()
         self._previous: tuple[torch.Tensor, ...] = ()
+        self.channel_scales: torch.Tensor | None = None
+        """Scales of the channels at the last keyframe or lossless message, float32 (L, H, D); None for ones."""
         self.gains: torch.Tensor | None = None
         """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
         self.last_values: torch.Tensor | None = None
@@ -50,7 +52,7 @@ class LinkReference:
         """Return the inputs of the prediction for a codec's predictor."""
         current = self._read(self._current)
         previous = self._read(self._previous) if predictor and self._previous else None
-        return Prediction(current, previous, self._gains(predictor))
+        return Prediction(current, previous, self._gains(predictor), self.channel_scales)
 
     def _gains(self, predictor: float | str) -> torch.Tensor:
         """Return the gain of each link, uint8 (L)."""

@@ -89,7 +89,7 @@ def encode(
     _in_threads(
         numba_loops.encode, links * groups * heads, tokens * dim, _unit(layout),
         layout, _TYPED_ZEROS[values.dtype], np.float32(reference_norm), grid.by_maximum, sample_stride(tokens),
-        values.data_ptr(), _base_rows(base), *_addresses(prediction),
+        values.data_ptr(), _base_rows(base), *_addresses(prediction), _address(prediction.channel_scales),
         _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
         payload.data_ptr(), reference.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
@@ -118,7 +118,7 @@ def decode(
     reference = torch.empty_like(prediction.reference)
     _in_threads(
         numba_loops.decode, links * groups * heads, tokens * dim, _unit(layout), layout, _TYPED_ZEROS[target.dtype],
-        payload.data_ptr(), _base_rows(base), *_addresses(prediction),
+        payload.data_ptr(), _base_rows(base), *_addresses(prediction), _address(prediction.channel_scales),
         _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
         reference.data_ptr(), target.data_ptr(),
     )  # fmt: skip

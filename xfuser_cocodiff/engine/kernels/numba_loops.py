@@ -211,6 +211,25 @@ def _subtract_row(residual, row, predicted, size, dtype):
     return energy
 
 
+@_jit
+def _fill_channel_row(channel_row, channels, start, row_tokens, dim):
+    """Write the scales of the channels of a row's values."""
+    for token in range(row_tokens):
+        for i in range(dim):
+            _store(channel_row, token * dim + i, _FLOAT, _load(channels, start + i, _FLOAT))
+
+
+@_jit_reassociating
+def _divide_row(residual, channel_row, size):
+    """Divide the residual of a row by the scales of its channels, and return its energy."""
+    energy = _ZERO
+    for i in range(size):
+        scaled = _load(residual, i, _FLOAT) / _load(channel_row, i, _FLOAT)
+        _store(residual, i, _FLOAT, scaled)
+        energy += scaled * scaled
+    return energy
+
+
 @_jit_reassociating
 def _store_reference_row(new_reference, offset, row, decoded, size, dtype):
     """Write the decoded row to the new reference, and return the energy of its error to the values."""
@@ -293,6 +312,15 @@ def _dequantize_row(decoded, digits, predicted, size, levels, width, dtype):
     for i in range(size):
         level = np.float32(_load(digits, i, _BYTE))
         _store(decoded, i, _FLOAT, _round_to(dtype, (level - middle) * width + _load(predicted, i, _FLOAT)))
+
+
+@_jit
+def _dequantize_channels(decoded, digits, predicted, channel_row, size, levels, width, dtype):
+    """Write the row that levels decode to, times the scales of its channels."""
+    middle = np.float32((levels - 1) / 2)
+    for i in range(size):
+        residual = (np.float32(_load(digits, i, _BYTE)) - middle) * width * _load(channel_row, i, _FLOAT)
+        _store(decoded, i, _FLOAT, _round_to(dtype, residual + _load(predicted, i, _FLOAT)))
 
 
 @_jit(inline="always")
@@ -488,7 +516,7 @@ def _locate_head(layout, index):
 @_jit
 def encode(
     first, last, layout, dtype, reference_norm, by_maximum, sample_stride,
-    values, base, reference, previous, gains, positions, scale_table, payload, new_reference, sums,
+    values, base, reference, previous, gains, channels, positions, scale_table, payload, new_reference, sums,
 ):  # fmt: skip
     """Encode the values of heads `first` to `last`, counted over links and groups, and write the new reference.
 
@@ -505,6 +533,7 @@ def encode(
         reference: link reference (L, G, H, T, D), contiguous.
         previous: link reference of the step before, of the same shape, or 0.
         gains: uint8 (L), or 0.
+        channels: scales of channels, float32 (L, H, D), or 0 for ones.
         positions: positions of active tokens, int32 (L, G, T), or 0 to send all.
         scale_table: scale of each code, float32 (256).
         payload: uint8 (P, n), written.
@@ -518,8 +547,11 @@ def encode(
     values_row, predicted = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
     change, residual = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
     decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(packed_rows * size)
+    channel_row = _stack_buffer(size * _FLOAT_BYTES)
     for index in range(first, last):
         link, group, head, start, message = _locate_head(layout, index)
+        if channels:
+            _fill_channel_row(channel_row, channels, (link * layout.heads + head) * dim, row_tokens, dim)
         base_start = _locate_base(base, link, group, head)
         gain = np.float32(_load(gains, link, _BYTE)) / _GAIN_STEPS if previous else _ZERO
         if layout.gain_offset and group == 0 and head == 0:
@@ -539,11 +571,16 @@ def encode(
             _predict_row(predicted, change, reference, previous, offset, size, gain, dtype)
             if position >= 0:
                 energy = _subtract_row(residual, values_row, predicted, size, dtype)
+                if channels:
+                    energy = _divide_row(residual, channel_row, size)
                 code = _scale_code(residual, energy, size, by_maximum, reference_norm)
                 width = level_width * _load(scale_table, code, _FLOAT)
                 sent_row = (group * layout.heads + head) * (layout.active // row_tokens) + position
                 number = sent_row % packed_rows
-                _quantize_row(digits + number * size, decoded, predicted, residual, size, layout.levels, width, dtype)
+                at = digits + number * size
+                _quantize_row(at, decoded, predicted, residual, size, layout.levels, width, dtype)
+                if channels:
+                    _dequantize_channels(decoded, at, predicted, channel_row, size, layout.levels, width, dtype)
                 if packed_rows == 1:
                     _pack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
                 elif number == packed_rows - 1 or sent_row == rows - 1:
@@ -597,7 +634,7 @@ def reduce_sums(sums, links, heads, energies, gains):
 @_jit
 def decode(
     first, last, layout, dtype,
-    payload, base, reference, previous, gains, positions, scale_table, new_reference, target,
+    payload, base, reference, previous, gains, channels, positions, scale_table, new_reference, target,
 ):  # fmt: skip
     """Decode the payload of heads `first` to `last`, counted over links and groups.
 
@@ -611,6 +648,7 @@ def decode(
         reference: link reference (L, G, H, T, D), contiguous.
         previous: link reference of the step before, of the same shape, or 0.
         gains: uint8 (L); 0 if the payload carries the gain.
+        channels: scales of channels, float32 (L, H, D), or 0 for ones.
         positions: positions of active tokens, int32 (L, G, T), or 0 if all are sent.
         scale_table: scale of each code, float32 (256).
         new_reference: (L, G, H, T, D), written.
@@ -625,8 +663,11 @@ def decode(
         _stack_buffer(size * _FLOAT_BYTES),
         _stack_buffer(max(packed_rows * size, row_bytes * layout.per_byte)),
     )
+    channel_row = _stack_buffer(size * _FLOAT_BYTES)
     for index in range(first, last):
         link, group, head, start, message = _locate_head(layout, index)
+        if channels:
+            _fill_channel_row(channel_row, channels, (link * layout.heads + head) * dim, row_tokens, dim)
         gain, base_start = _ZERO, _locate_base(base, link, group, head)
         if previous:
             is_sent, start_of_gain = layout.gain_offset > 0, message + layout.gain_offset
@@ -645,7 +686,11 @@ def decode(
                     _unpack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
                 elif number == 0:
                     _unpack_rows(digits, size, payload, message + sent_row // packed_rows * size, layout.levels)
-                _dequantize_row(decoded, digits + number * size, predicted, size, layout.levels, width, dtype)
+                at = digits + number * size
+                if channels:
+                    _dequantize_channels(decoded, at, predicted, channel_row, size, layout.levels, width, dtype)
+                else:
+                    _dequantize_row(decoded, at, predicted, size, layout.levels, width, dtype)
             received = decoded if position >= 0 else predicted
             for i in range(size):
                 _store_rounded(new_reference, offset + i, dtype, _load(received, i, _FLOAT))

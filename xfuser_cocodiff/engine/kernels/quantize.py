@@ -5,9 +5,12 @@ where that is larger, so that outliers are clipped less. With 4 and 8 bits it fo
 clipped; fewer levels would be too wide for that. Encoder and decoder compute decoded values by the same operations: the
 encoder knows the receiver's values bit for bit.
 
-:func:`to_int8` quantizes link references. Both ends of a link run it, perhaps on devices whose logarithms, roots and
-sums differ in the last bit, and must get the same result. It therefore uses only operations that IEEE 754 rounds
-identically everywhere: comparisons, single products and integers.
+:func:`channel_scales` finds channels that are larger than others in all tokens. One of them would set the width of the
+levels for a whole row, so residuals are divided by these scales before.
+
+:func:`to_int8` quantizes link references. Both ends of a link run it and :func:`channel_scales`, perhaps on devices
+whose logarithms, roots and sums differ in the last bit, and must get the same result. They therefore use only
+operations that IEEE 754 rounds identically everywhere: comparisons, single products and quotients, and integers.
 """
 
 import functools
@@ -60,6 +63,11 @@ distortion", 1960, table II). Residuals between steps have heavier tails, so coa
 PEAK_SHARE = 0.4
 """Minimum scale of a row as a fraction of its maximum, where scales follow the root mean square. With less, and with
 0.6, pictures are farther from lossless ones."""
+LARGE_CHANNEL, _MAX_RATIO = 4.0, 2.0**20
+"""Smallest ratio to the median channel from which a channel has a scale, and the largest one that counts. A full ratio
+as scale, or one for smaller channels, would make models worse whose large channels matter as much as others."""
+_EXPONENT_OF_ONE, _MANTISSA_BITS = 127, 23
+"""Exponent of 1 in a float32, and the number of bits below the exponent."""
 ROW = 64
 """Minimum number of values that share a scale; smaller heads combine several tokens in a row, if T allows it."""
 PER_OCTAVE, ORIGIN = 6, 168
@@ -138,6 +146,33 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: in
     else:
         values = digits.view(*packed.shape[:-1], rows, -(-size // grid.per_byte) * grid.per_byte)
     return values[..., :rows, :size] * (grid.width * _decode_scale(scales))
+
+
+def channel_scales(values: torch.Tensor) -> torch.Tensor:
+    """Return the scales of channels, with the same result on every device: the power of two next to the square root of
+    the ratio of a channel's maximum to the median channel's, or 1 if the ratio is less than LARGE_CHANNEL.
+
+    Args:
+        values: finite values, (L, G, H, T, D).
+
+    Returns:
+        float32 (L, H, D).
+    """
+    largest = torch.maximum(values.amax((1, 3)), values.amin((1, 3)).neg_()).float()
+    usual = largest.sort(-1).values[..., (largest.shape[-1] - 1) // 2, None]
+    ratio = (largest / usual).nan_to_num_(1.0, 1.0).clamp_(1.0, _MAX_RATIO)  # 1 in a head of zeros
+    octaves = (ratio.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_ONE
+    return powers_of(((octaves + 1) >> 1).where(ratio >= LARGE_CHANNEL, 0))
+
+
+def exponents_of(scales: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of scales of channels as bytes, uint8."""
+    return ((scales.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_ONE).to(torch.uint8)
+
+
+def powers_of(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the scales of channels, float32; the inverse of :func:`exponents_of`."""
+    return ((exponents.int() + _EXPONENT_OF_ONE) << _MANTISSA_BITS).view(torch.float32)
 
 
 def to_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

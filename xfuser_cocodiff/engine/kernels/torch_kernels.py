@@ -63,11 +63,12 @@ def encode(
     else:
         expected = _select(predicted, active)
         residual = torch.sub(sent, expected, out=torch.empty_like(expected))
-        packed, scales, decoded = quantize(_in_rows(residual, bits, active), bits)
+        channels = _channels(prediction)
+        packed, scales, decoded = quantize(_in_rows(_divide(residual, channels), bits, active), bits)
         sections = _encoded_sections(payload, expected, bits, active)
         for section, encoded in zip(sections, (packed, scales), strict=True):
             write_remote_slots(section, encoded, local_slots)
-        sent = _add_residual(expected, decoded)
+        sent = _add_residual(expected, decoded, channels)
     reference = _replace(predicted, sent, active, in_place=prediction.previous is not None)
     return EncodeResult(reference, energy(coded - reference), energy(values), _estimated_gains(coded, prediction))
 
@@ -98,7 +99,7 @@ def decode(
         sections = _encoded_sections(payload, expected, bits, active)
         levels, scales = (remote_slots(section, local_slots) for section in sections)
         row_size = _in_rows(expected, bits, active).shape[-1]
-        received = _add_residual(expected, dequantize(levels, scales, bits, row_size))
+        received = _add_residual(expected, dequantize(levels, scales, bits, row_size), _channels(prediction))
     reference = _replace(predicted, received, active, in_place=prediction.previous is not None)
     write_remote_slots(target, reference if base is None else _weighted(base).add_(reference), local_slots)
     return reference
@@ -167,9 +168,22 @@ def _encoded_sections(
     return levels, scales[..., None]
 
 
-def _add_residual(predicted: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def _channels(prediction: Prediction) -> torch.Tensor | None:
+    """Return the scales of channels, float32 (L, 1, H, 1, D); None for ones."""
+    return None if prediction.channel_scales is None else prediction.channel_scales[:, None, :, None]
+
+
+def _divide(residual: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:
+    """Return the residual divided by the scales of channels."""
+    return residual if channels is None else residual.float() / channels
+
+
+def _add_residual(predicted: torch.Tensor, residual: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:
     """Return prediction plus decoded residual, which is given in rows, rounded to the type of the prediction."""
-    return residual.view(predicted.shape).add_(predicted).to(predicted.dtype)
+    residual = residual.view(predicted.shape)
+    if channels is not None:
+        residual.mul_(channels)
+    return residual.add_(predicted).to(predicted.dtype)
 
 
 def _select(values: torch.Tensor, active: ActiveTokens | None) -> torch.Tensor:

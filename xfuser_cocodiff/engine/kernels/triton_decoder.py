@@ -6,6 +6,7 @@ import triton.language as tl
 from xfuser_cocodiff.engine.kernels.triton_tensors import (
     dequantize,
     load_base,
+    load_channel_scales,
     locate_program,
     locate_rows,
     predict,
@@ -72,6 +73,7 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
     for tile in range(tensor.tiles):
         row, valid, group, head, first_token, start = locate_rows(tensor, link, number, tile, sends)
         inside, offset = valid[:, None] & (column < size)[None, :], start[:, None] + column[None, :]
+        token, inner = tokens_of(first_token, column, tensor.code.dim, tensor.code.row_tokens)
         if tensor.reference is not None:
             predicted, _, _ = predict(tensor.reference, tensor.previous, offset, inside, gain)
             decoded = predicted
@@ -87,14 +89,16 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
                     level = (byte >> (column % per_byte * (8 // per_byte))[None, :]) & (levels - 1)
                 code = tl.load(message + read_size(tensor.scales_offset) + row, mask=valid, other=0).to(tl.int32)
                 width = tl.load(scale_table + code)[:, None] * tensor.code.level_width
-                decoded = dequantize(level, width, predicted, (levels - 1) / 2)
+                channel_scales = 1.0
+                if tensor.channel_scales is not None:
+                    channel_scales = load_channel_scales(tensor, link, head, inner, inside)
+                decoded = dequantize(level, width, channel_scales, predicted, (levels - 1) / 2)
             else:
                 decoded = tl.load(message + row.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0.0)
         if tensor.reference is not None:
             tl.store(tensor.new_reference + offset, decoded, mask=inside)
         else:
             tl.store(tensor.new_reference + offset, zero_not_finite(decoded), mask=inside)
-        token, inner = tokens_of(first_token, column, tensor.code.dim, tensor.code.row_tokens)
         outer = row_start(
             slot, group[:, None], head[:, None], token,
             tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token,

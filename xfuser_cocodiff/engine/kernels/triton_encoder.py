@@ -10,7 +10,9 @@ from xfuser_cocodiff.engine.kernels import quantize
 from xfuser_cocodiff.engine.kernels.triton_tensors import (
     UNIT_GAIN,
     dequantize,
+    divide_by_power,
     load_base,
+    load_channel_scales,
     locate_program,
     locate_rows,
     predict,
@@ -174,9 +176,12 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
     if sends:
         if levels:
             residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
-            residual = tl.where(inside, residual, 0.0)
+            residual, channel_scales = tl.where(inside, residual, 0.0), 1.0
+            if tensor.channel_scales is not None:
+                channel_scales = load_channel_scales(tensor, link, head, inner, inside)
+                residual = divide_by_power(residual, channel_scales)
             level, code, width = _quantize(residual, scale_table, tensor.reference_norm, tensor.code)
-            decoded = dequantize(level, width, predicted, (levels - 1) / 2)
+            decoded = dequantize(level, width, channel_scales, predicted, (levels - 1) / 2)
             level = tl.where(inside, level, 0)
             if not tensor.code.is_across_rows:
                 _store_row_bytes(message, row, valid, level, size, levels, tensor.code.per_byte)

@@ -147,9 +147,9 @@ def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
     rows, program_rows = pairs * sent // row_tokens, code.block_rows.value * code.tiles.value
     offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
     programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
-    reference, previous, gains = part.prediction or (None, None, None)
+    prediction = part.prediction or (None,) * len(Prediction._fields)
     fields: tuple[Any, ...] = (
-        values, *values.stride()[:4], *_base_arguments(part.base), reference, previous, gains,
+        values, *values.stride()[:4], *_base_arguments(part.base), *prediction,
         None if active is None else _order(active), payload, payload.stride(0), unspecialized(offset),
         None if gain_offset is None else unspecialized(gain_offset),
         values.new_empty(links, groups, heads, tokens, dim),

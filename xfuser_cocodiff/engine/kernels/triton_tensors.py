@@ -84,6 +84,8 @@ class TensorArguments(NamedTuple):
     """Link reference of the step before; None to predict the reference itself."""
     gains: torch.Tensor | None
     """uint8 (L)."""
+    channel_scales: torch.Tensor | None
+    """Scales of channels, powers of two, float32 (L, H, D); None for ones."""
     order: torch.Tensor | None
     """Active tokens and then the others of each group, int32 (L, G, T); None if all are sent."""
     payload: torch.Tensor
@@ -213,9 +215,31 @@ def predict(reference, previous, offsets, inside, gain):
 
 
 @triton.jit
-def dequantize(level, width, predicted, middle: tl.constexpr):
-    """Return the values that both ends decode from levels, added to their prediction."""
-    return ((level.to(tl.float32) - middle) * width + predicted.to(tl.float32)).to(predicted.dtype)
+def load_channel_scales(tensor, link, head, inner, inside):
+    """Return the scales of the channels of rows, float32 (rows, columns); `inner` are the channels of the columns."""
+    start = (link * read_size(tensor.heads) + head) * tensor.code.dim
+    return tl.load(tensor.channel_scales + start[:, None] + inner[None, :], mask=inside, other=1.0)
+
+
+@triton.jit
+def divide_by_power(values, scales):
+    """Return values divided by powers of two: times the inverse, whose exponent is the negative one."""
+    return values * (0x7F000000 - scales.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequantize(level, width, scales, predicted, middle: tl.constexpr):
+    """Return the values that both ends decode from levels, added to their prediction.
+
+    Args:
+        level: level of each value.
+        width: width of the levels of each row.
+        scales: scales of the channels, or 1.
+        predicted: predictions.
+        middle: level of zero.
+    """
+    residual = (level.to(tl.float32) - middle) * width * scales
+    return (residual + predicted.to(tl.float32)).to(predicted.dtype)
 
 
 @triton.jit
