@@ -22,11 +22,17 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
 from xfuser_cocodiff.engine.compression.codecs import Codec, Lead, decoded_values
 from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
-from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, FEW_STEPS, VERY_FEW_STEPS, CodecSchedule
+from xfuser_cocodiff.engine.compression.modes import (
+    DEFAULT_STEPS,
+    FEW_STEPS,
+    USUAL_STEPS,
+    VERY_FEW_STEPS,
+    CodecSchedule,
+)
 from xfuser_cocodiff.engine.compression.precisions import at_precision, precisions_of
 
-_FEW = (VERY_FEW_STEPS, FEW_STEPS)
-"""Numbers of steps of short runs, which modes schedule differently."""
+_SHORTER = (VERY_FEW_STEPS, FEW_STEPS, USUAL_STEPS)
+"""Numbers of steps of runs that modes schedule differently from those of DEFAULT_STEPS."""
 _MESSAGES = (BY_HEADS, ("v", "qk"), ("kv",))
 """Messages of a layer: by heads, by heads with V first, and with K and V gathered."""
 _ONE_TENSOR = ("v",)
@@ -118,7 +124,7 @@ def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
             steps = [schedule.codecs(step, DEFAULT_STEPS) for step in _checked_steps(schedule, DEFAULT_STEPS)]
             yield from (_Run(steps, messages, schedule.joint) for messages in _MESSAGES)
             known |= {(codec, schedule.joint) for codecs in steps for codec in codecs.values()}
-    for total, is_guided in itertools.product((*_FEW, DEFAULT_STEPS), (False, True)):
+    for total, is_guided in itertools.product((*_SHORTER, DEFAULT_STEPS), (False, True)):
         schedule = schedule_of(total, is_guided)
         layers = [None, *(schedule.allocation.layers if schedule.allocation else ())]
         steps = [schedule.codecs(step, total, layer) for layer in layers for step in _checked_steps(schedule, total)]

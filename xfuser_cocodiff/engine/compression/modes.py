@@ -324,11 +324,13 @@ BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_v=(2.7, 2.7), pred
 """Mode `balanced` for few steps with guidance. Estimated gains do hold for differences between branches."""
 BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_o=(8, 8))
 """Mode `balanced` for very few steps with guidance."""
-FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1.6, 1.6), predictor=0.5, joint=1.0)
+FAST = CodecSchedule(warmup=1, first=4, cached=(0.5, 0.5), bits=(2, 2), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast`."""
+FAST_MANY = replace(FAST, cached=(0.6, 0.6), bits_o=(1.6, 1.6))
+"""Mode `fast` for many steps, between which values change less."""
 FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
-FAST_FEW_GUIDED = replace(FAST_FEW, bits_q=None, bits_o=(4, 4), predictor=ADAPTIVE)
+FAST_FEW_GUIDED = replace(FAST_FEW, bits_q=None, bits_k=(2.7, 2.7), bits_o=(4, 4), predictor=ADAPTIVE)
 """Mode `fast` for few steps with guidance."""
 FAST_VERY_FEW_GUIDED = replace(FAST_FEW, bits=(4, 4), bits_q=None, bits_v=(2.7, 2.7), bits_o=(4, 4))
 """Mode `fast` for very few steps with guidance."""
@@ -338,6 +340,8 @@ FEW_STEPS = 12
 """Maximum number of steps of a run whose values change too much between steps for few bits."""
 VERY_FEW_STEPS = 5
 """Maximum number of steps of a run that needs even more bits."""
+USUAL_STEPS = 32
+"""Maximum number of steps of a run that is not long."""
 _ALWAYS = math.inf
 _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
     ("balanced", False): ((VERY_FEW_STEPS, BALANCED_VERY_FEW), (FEW_STEPS, BALANCED_FEW), (_ALWAYS, BALANCED)),
@@ -346,8 +350,13 @@ _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
         (FEW_STEPS, BALANCED_FEW_GUIDED),
         (_ALWAYS, BALANCED),
     ),
-    ("fast", False): ((FEW_STEPS, FAST_FEW), (_ALWAYS, FAST)),
-    ("fast", True): ((VERY_FEW_STEPS, FAST_VERY_FEW_GUIDED), (FEW_STEPS, FAST_FEW_GUIDED), (_ALWAYS, FAST)),
+    ("fast", False): ((FEW_STEPS, FAST_FEW), (USUAL_STEPS, FAST), (_ALWAYS, FAST_MANY)),
+    ("fast", True): (
+        (VERY_FEW_STEPS, FAST_VERY_FEW_GUIDED),
+        (FEW_STEPS, FAST_FEW_GUIDED),
+        (USUAL_STEPS, FAST),
+        (_ALWAYS, FAST_MANY),
+    ),
 }
 """Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps."""
 
