@@ -50,7 +50,7 @@ class Job:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         try:
-            with _blocked_signals():
+            with _held_signals():
                 for rank in range(settings.ranks):
                     own, other = context.Pipe()
                     arguments = rank, settings, self.folder, other, [own, *self._pipes], os.getpid()
@@ -171,16 +171,20 @@ def _sessions() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
+def _held_signals() -> Iterator[None]:
     """Hold back signals that ask to stop: Python ignores what their handlers raise while it forks.
 
-    The process must have a single thread, or another one would take the signals.
+    A signal mask would not do: threads of other libraries, such as OpenBLAS, take the signals then.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
+    held: list[int] = []
+    before = {each: signal.signal(each, lambda number, _: held.append(number)) for each in user_namespace.STOP_SIGNALS}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in dict.fromkeys(held):
+            signal.raise_signal(each)
 
 
 def _shared_memory() -> set[str]:
@@ -200,8 +204,8 @@ def _run_rank(
     user_namespace.end_with_parent(parent)
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the command handles
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, user_namespace.STOP_SIGNALS)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # which the command handles
+        signal.signal(number, signal.SIG_DFL)
     log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for output in (1, 2):
         os.dup2(log, output)
