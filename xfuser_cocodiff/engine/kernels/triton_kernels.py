@@ -147,7 +147,7 @@ def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
     rows, program_rows = pairs * sent // row_tokens, code.block_rows.value * code.tiles.value
     offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
     programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
-    prediction = part.prediction or (None,) * len(Prediction._fields)
+    prediction = part.prediction or (None, None, None, None)
     fields: tuple[Any, ...] = (
         values, *values.stride()[:4], *_base_arguments(part.base), *prediction,
         None if active is None else _order(active), payload, payload.stride(0), unspecialized(offset),
