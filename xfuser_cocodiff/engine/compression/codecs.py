@@ -265,7 +265,7 @@ class CodedTensor(NamedTuple):
         return self._part(scales)
 
     def _part(self, channel_scales: torch.Tensor | None) -> MessagePart:
-        """Return the arguments of the kernels, given the scales of channels of a keyframe."""
+        """Return the arguments of the kernels; the scales of channels of a keyframe become those of the reference."""
         codec, base, payload = self.codec, self.lead.base if self.lead else None, self.payload
         prediction = _prediction(codec, self.reference, self.values, self.local_slots)
         if prediction and channel_scales is not None:
