@@ -35,9 +35,11 @@ def test_self_check_compiles_what_runs_launch(mode: str, tmp_path: Path) -> None
     assert not any(found["runs"].values()), found
 
 
-REGISTERS = {"encode_kernel": 72, "decode_kernel": 56, "scores_kernel": 39, "order_kernel": 112}
+REGISTERS = {"encode_kernel": 64, "decode_kernel": 56, "scores_kernel": 39, "order_kernel": 112}
 """Most registers of a thread; the last kernel has one program per group, too few to fill a GPU."""
-INSTRUCTIONS = {"encode_kernel": 96, "decode_kernel": 34, "scores_kernel": 10}
+SPILLED_BYTES = 8
+"""Most bytes of registers of the encoder that a thread spills."""
+INSTRUCTIONS = {"encode_kernel": 97, "decode_kernel": 34, "scores_kernel": 10}
 """Most instructions per bf16 value."""
 
 
@@ -46,14 +48,15 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     """Compile to machine code by Triton's compiler and NVIDIA's assembler, which need no GPU.
 
     Encoder and decoder must round identically, so no multiply and add may be fused. Only divisions, which the encoder
-    alone computes, contain fused operations. Memory is accessed 16 bytes at a time, and no register is spilled. With 72
-    registers a thread, 44 % of the warps of a multiprocessor are resident.
+    alone computes, contain fused operations. Memory is accessed 16 bytes at a time. Half of the warps of a
+    multiprocessor are resident.
     """
     found = output_of("compile_kernels", "90", tmp_path)
     assert {row["kernel"] for row in found} == {f"{name}_kernel" for name in ("scores", "order", "encode", "decode")}
     for row in found:
         assert row["fused"] == 0 or row["kernel"] == "encode_kernel"
-        assert row["stack"] == 0, row
+        assert row["stack"] <= (SPILLED_BYTES if row["kernel"] == "encode_kernel" else 0), row
+        assert row["occupancy"] >= 0.5 or row["kernel"] == "order_kernel", row
         assert row["registers"] <= REGISTERS[row["kernel"]], row
         assert "v4.b32" in row["widths"] or row["kernel"] == "order_kernel", row
         if row["bits"][0] and row["type"] == "torch.bfloat16" and not (row["selects"] or row["base"]):

@@ -3,6 +3,7 @@
 :mod:`xfuser_cocodiff.engine.kernels` documents the functions, :mod:`triton_tensors` the arguments of the kernels.
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from xfuser_cocodiff.engine.kernels import quantize
 from xfuser_cocodiff.engine.kernels.rows import (
@@ -41,6 +43,8 @@ _MAX_TENSORS = 64
 """Maximum number of tensors in a launch: Q, K, V and O of many branches."""
 _LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """Four warps leave 16 bytes of a tile to each thread."""
+_MAX_REGISTERS = 64
+"""Maximum number of registers of a thread of the encoder on NVIDIA GPUs, which leaves half of the warps resident."""
 
 
 def scores(
@@ -68,7 +72,8 @@ def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     sums, energies = torch.empty(programs, 4, device=device), torch.empty(len(parts), 2, device=device)
     counters = _counters(device, _current_stream(device))
     try:
-        encode_kernel[(programs,)](tensors, quantize.scale_table(device), sums, energies, counters, **_LAUNCH_OPTIONS)
+        scale_table = quantize.scale_table(device)
+        encode_kernel[(programs,)](tensors, scale_table, sums, energies, counters, **_encoder_options())
     except BaseException:
         _counters.cache_clear()  # programs may have counted
         raise
@@ -157,6 +162,15 @@ def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
         unspecialized(links * programs), code.tiles.value, code,
     )  # fmt: skip
     return TensorArguments(*fields)
+
+
+@functools.cache
+def _encoder_options() -> dict[str, Any]:
+    """Return the launch options of the encoder; only Triton's backend for NVIDIA GPUs can limit registers."""
+    with contextlib.suppress(RuntimeError):  # there is no driver where kernels are interpreted
+        if driver.active.get_current_target().backend == "cuda":
+            return {**_LAUNCH_OPTIONS, "maxnreg": _MAX_REGISTERS}
+    return _LAUNCH_OPTIONS
 
 
 def _num_programs(tensors: Sequence[TensorArguments]) -> int:
