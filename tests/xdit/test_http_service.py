@@ -46,7 +46,7 @@ KINDS = [
         ("", 128, 128, 5, 3),
     )
 ]
-REQUESTS = 100
+REQUESTS = 300
 GROWTH = 1.02
 """Largest growth of resident memory from the second quarter to the last: allocators keep memory that they had once."""
 TIMEOUT = 300

@@ -117,3 +117,25 @@ def test_host_time_of_coding_is_per_tensor_and_of_residuals(monkeypatch: pytest.
     monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
     assert probe._coding_host_seconds() == 2.0
     assert bits == [2, 2, 2, 2]
+
+
+def test_links_have_the_bandwidth_and_latency_that_explain_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time messages by known links: only bytes for other ranks cross them, one latency for each other rank."""
+    topology = Topology.parse("2x4", 8)
+    real = {0: (5e-4, 1e8), 1: (1e-4, 1e9)}  # latency in seconds and bytes per second of the link along each dim
+    launch = 2e-4
+    probe = link_probe.Probe(Mesh(topology, Stages({(0, 1): None}), PlanPolicy(lambda size: None)), CPU)
+
+    def seconds(stage: tuple[int, ...], direct: bool, message: int, calls: int, rounds: int | None = None) -> float:
+        if len(stage) > 1:  # to 3 ranks of the node and 4 of the other one, all at once
+            return launch + 3 * real[1][0] + 4 * real[0][0] + message / 2 / real[0][1]
+        [dim] = stage
+        (latency, bandwidth), size = real[dim], topology.shape[dim]
+        return launch + (size - 1) * latency + message * (size - 1) / size / bandwidth
+
+    monkeypatch.setattr(probe, "_seconds", seconds)
+    profile = probe._measure_links((1e9, 1e9), 0.0, direct=False)
+    assert profile.launch_seconds == pytest.approx(launch, rel=0.05)
+    for link, (latency, bandwidth) in zip(profile.links, real.values(), strict=True):
+        assert link.latency_seconds == pytest.approx(latency, rel=0.05)
+        assert link.bytes_per_second == pytest.approx(bandwidth, rel=0.01)

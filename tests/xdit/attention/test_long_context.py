@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.platforms import long_context
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
@@ -147,3 +148,15 @@ def attend_with_padding(rank: int, joint: str) -> None:
 @pytest.mark.parametrize("joint", ["none", "rear"])
 def test_padded_heads_equal_attention(joint: str) -> None:
     ranks.run(attend_with_padding, 3, joint)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_log_sum_exp_is_that_of_pytorch(causal: bool) -> None:
+    """A ring merges blocks by it; PyTorch's kernel returns its own beside the output."""
+    query, key = (heads(torch.randn(2, TOKENS, WIDTH)) for _ in range(2))
+    by_heads = [tensor.transpose(1, 2) for tensor in (query, key, key)]
+    scale = 0.3  # not the default of this head dim
+    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    _, expected = flash_attention(*by_heads, is_causal=causal, scale=scale)
+    found = long_context._log_sum_exp(query, key, scale, causal)
+    assert torch.allclose(found, expected.reshape(found.shape), atol=1e-4)
