@@ -47,6 +47,8 @@ KINDS = [
     )
 ]
 REQUESTS = 300
+CANCELLED_EVERY = 10
+"""Requests between two that are cancelled while they run."""
 GROWTH = 1.02
 """Largest growth of resident memory from the second quarter to the last: allocators keep memory that they had once."""
 TIMEOUT = 300
@@ -58,6 +60,7 @@ class Service:
 
     def __init__(self, port: int, process: subprocess.Popen, log: Path) -> None:
         self._address, self._process, self._log = f"http://127.0.0.1:{port}/generate", process, log
+        self._port = port
 
     def generate(self, request: dict) -> tuple[bytes, list[int]]:
         """Return the picture file, and the resident memory of each worker in bytes."""
@@ -65,6 +68,14 @@ class Service:
         with urllib.request.urlopen(post, timeout=TIMEOUT) as response:
             result = json.load(response)
         return base64.b64decode(result["output"]), result["resident"]
+
+    def cancel(self, request: dict, seconds: float) -> None:
+        """Send a request, and close the connection before there is a response."""
+        body = json.dumps(request).encode()
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", self._port), TIMEOUT) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            time.sleep(seconds)
 
     def wait(self, port: int) -> None:
         """Wait until the service listens; its workers may still be loading."""
@@ -126,15 +137,17 @@ def picture_of(kind: dict, **variables: str) -> bytes:
 
 
 def test_mixed_requests_equal_single_ones_and_memory_is_constant(hub: Path, tmp_path: Path) -> None:
-    """Memory does not grow, and no request affects the picture of another."""
+    """Memory does not grow, and no request, also one that its client cancels, affects the picture of another."""
     expected = [picture_of(kind) for kind in KINDS]
     assert len(set(expected)) == len(KINDS)
     assert expected[-1] != picture_of(KINDS[-1], COCODIFF_MODE="exact")  # the mode is lossy
-    order = [number % len(KINDS) for number in range(REQUESTS)]
-    random.Random(0).shuffle(order)
+    order, chance = [number % len(KINDS) for number in range(REQUESTS)], random.Random(0)
+    chance.shuffle(order)
     resident = []
     with service(tmp_path / "soak", **BALANCED) as soaked:
         for number, kind in enumerate(order):
+            if number % CANCELLED_EVERY == 0:
+                soaked.cancel(chance.choice(KINDS), chance.uniform(0.05, 0.5))
             picture, sizes = soaked.generate(KINDS[kind])
             assert picture == expected[kind], f"request {number}, {KINDS[kind]}"
             resident.append(sizes)

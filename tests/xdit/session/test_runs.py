@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import nn
 
@@ -34,10 +35,10 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class FakeSession:
     """The part of a session that runs need, with transformers of one layer, whose reference is a request number."""
 
-    def __init__(self) -> None:
+    def __init__(self, all_agree: Callable[[object], bool] = lambda value: True) -> None:
         self.runtime = runtime()
         self.roots: list[RootModule] = []
-        self.runs = Runs(lambda: self.runtime, self._reset_branches)
+        self.runs = Runs(lambda: self.runtime, self._reset_branches, all_agree)
 
     def _reset_branches(self) -> None:
         for root in self.roots:
@@ -247,6 +248,28 @@ def test_a_loop_over_an_iterable_may_recompute_its_embeddings(warned: list[str],
         session.runs.end_step()
     assert found == ([False, True, False, False] if changes else [False, True, True, True])
     assert any("the prompt has changed" in message for message in warned) == changes
+
+
+def change_prompt_on_one_rank(rank: int) -> list[bool]:
+    """Return whether each step of a run that may be abandoned was encoded; one rank's prompt changes."""
+
+    def all_agree(value: object) -> bool:
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values.count(value) == len(values)
+
+    session = FakeSession(all_agree)
+    model, encoded = session.transformer(), []
+    session.runs.begin(4, owner=object()).may_be_abandoned = True
+    for number in range(4):
+        model(0, timestep=0.5, encoder_hidden_states=prompt() + (rank == 1 and number > 1))
+        encoded.append(model.root.run is not None)
+        session.runs.end_step()
+    return encoded
+
+
+def test_a_prompt_that_changes_on_one_rank_makes_all_ranks_lossless() -> None:
+    assert ranks.run(change_prompt_on_one_rank, 2) == [[True, True, False, False]] * 2
 
 
 def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
