@@ -1,8 +1,10 @@
 """Options in xDiT's own parsers, agreement of all ranks on a config, and errors that all ranks raise."""
 
 import argparse
+import json
 import os
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from tests import ranks
 from tests.quick import in_turn
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
 
 
 def parse(arguments: list[str], runner: bool) -> object:
@@ -273,11 +277,17 @@ def test_variables_reach_entry_points_with_other_parsers() -> None:
     assert ranks.run(config_of_other_parser, 2, env=env) == ["tile=2"] * 2
 
 
-def test_options_that_differ_between_ranks_are_an_error_on_all() -> None:
+def test_options_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -> None:
     environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
     arguments = ["--ulysses_degree", "2", "--use_cocodiff", "--cocodiff_topology", "2x1x1"]
+    topology, profiles = Topology.parse("2x1x1", 2), []
+    for bandwidth in (1e9, 2e9):
+        links = tuple(AxisLink(axis.name, 1e-5, bandwidth) for axis in topology.axes)
+        profiles.append(tmp_path / f"{bandwidth}.json")
+        profiles[-1].write_text(json.dumps({"profile": Profile(topology, links, 1e-5, 1e9, 1e9).to_json()}))
     values = {
         "A2A": ("flat", "flat*"),
+        "PROFILE": tuple(map(str, profiles)),
         "SCHEDULE": ("bits=4", "bits=2"),
         "SLOW_AXES": ("node", "gpu"),
         "MEMORY_BUDGET": ("1", "2"),
