@@ -38,7 +38,7 @@ def test_self_check_compiles_what_runs_launch(mode: str, tmp_path: Path) -> None
 REGISTERS = {"encode_kernel": 64, "decode_kernel": 56, "scores_kernel": 39, "order_kernel": 112}
 """Most registers of a thread; the last kernel has one program per group, too few to fill a GPU."""
 SPILLED_BYTES = 8
-"""Most bytes of registers of the encoder that a thread spills."""
+"""Maximum bytes that a thread of the encoder spills."""
 INSTRUCTIONS = {"encode_kernel": 97, "decode_kernel": 34, "scores_kernel": 10}
 """Most instructions per bf16 value."""
 
@@ -48,8 +48,8 @@ def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> N
     """Compile to machine code by Triton's compiler and NVIDIA's assembler, which need no GPU.
 
     Encoder and decoder must round identically, so no multiply and add may be fused. Only divisions, which the encoder
-    alone computes, contain fused operations. Memory is accessed 16 bytes at a time. Half of the warps of a
-    multiprocessor are resident.
+    alone computes, contain fused operations. Memory is accessed 16 bytes at a time. At least half of the warps
+    of a multiprocessor are resident.
     """
     found = output_of("compile_kernels", "90", tmp_path)
     assert {row["kernel"] for row in found} == {f"{name}_kernel" for name in ("scores", "order", "encode", "decode")}

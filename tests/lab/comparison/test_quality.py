@@ -80,7 +80,7 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
     fp8, ring_8, ring_2 = record["baselines"]
     assert fp8["bytes_slow_fraction"] == 8 / 32 and 25 < fp8["psnr_db_mean"] < eight["psnr_db_mean"]
     assert ring_8["bytes_slow_fraction"] == pytest.approx(eight["bytes_slow_fraction"], rel=1e-2)
-    # Both gather K and V; scales of channels are those of other tokens and heads.
+    # Both gather K and V; rings compute channel scales over other tokens and heads.
     assert ring_8["psnr_db_mean"] == pytest.approx(eight["psnr_db_mean"], abs=2)
     assert ring_2["psnr_db_mean"] < ring_8["psnr_db_mean"] and ring_2["codec"].endswith(quality.COMPACTFUSION)
     for row in (eight, two, paper):

@@ -152,7 +152,7 @@ def test_padded_heads_equal_attention(joint: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_log_sum_exp_is_that_of_pytorch(causal: bool) -> None:
-    """A ring merges blocks by it; PyTorch's kernel returns its own beside the output."""
+    """Rings merge blocks by log-sum-exp; PyTorch's kernel also returns it."""
     query, key = (heads(torch.randn(2, TOKENS, WIDTH)) for _ in range(2))
     by_heads = [tensor.transpose(1, 2) for tensor in (query, key, key)]
     scale = 0.3  # not the default of this head dim

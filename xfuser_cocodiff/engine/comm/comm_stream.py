@@ -155,7 +155,7 @@ class CommStream:
         return self.start("", work).wait()
 
     def close(self) -> None:
-        """End the thread once what was started has completed; another operation starts a new one."""
+        """Let the thread end after its queued operations, without waiting; a later one starts another."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)  # a lost rank may keep it from ending
             self._executor = None

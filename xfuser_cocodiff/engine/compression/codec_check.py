@@ -32,7 +32,7 @@ from xfuser_cocodiff.engine.compression.modes import (
 from xfuser_cocodiff.engine.compression.precisions import at_precision, precisions_of
 
 _SHORTER = (VERY_FEW_STEPS, FEW_STEPS, USUAL_STEPS)
-"""Numbers of steps of runs that modes schedule differently from those of DEFAULT_STEPS."""
+"""Longest runs of each shorter schedule, in steps."""
 _MESSAGES = (BY_HEADS, ("v", "qk"), ("kv",))
 """Messages of a layer: by heads, by heads with V first, and with K and V gathered."""
 _ONE_TENSOR = ("v",)

@@ -309,7 +309,7 @@ def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
 
 
 def _without_ones(channel_scales: torch.Tensor) -> torch.Tensor | None:
-    """Return scales of channels; None if all are 1, which only a CPU knows at once: nothing need be divided then."""
+    """Return scales of channels; on CPUs None if all are 1. Accelerators skip this check, which would synchronize."""
     is_known = not devices.capabilities(channel_scales.device.type).is_asynchronous
     return None if is_known and bool((channel_scales == 1).all()) else channel_scales
 

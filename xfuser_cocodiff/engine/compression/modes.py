@@ -325,7 +325,7 @@ BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_v=(2.7, 2.7), pred
 BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_o=(8, 8))
 """Mode `balanced` for very few steps with guidance."""
 FAST = CodecSchedule(warmup=1, first=4, cached=(0.5, 0.5), bits=(2, 2), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
-"""Mode `fast`."""
+"""Mode `fast` up to USUAL_STEPS."""
 FAST_MANY = replace(FAST, cached=(0.6, 0.6), bits_o=(1.6, 1.6))
 """Mode `fast` for many steps, between which values change less."""
 FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
@@ -341,7 +341,7 @@ FEW_STEPS = 12
 VERY_FEW_STEPS = 5
 """Maximum number of steps of a run that needs even more bits."""
 USUAL_STEPS = 32
-"""Maximum number of steps of a run that is not long."""
+"""Maximum number of steps of a run of `fast` that sends half of the tokens."""
 _ALWAYS = math.inf
 _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
     ("balanced", False): ((VERY_FEW_STEPS, BALANCED_VERY_FEW), (FEW_STEPS, BALANCED_FEW), (_ALWAYS, BALANCED)),

@@ -5,8 +5,8 @@ where that is larger, so that outliers are clipped less. With 4 and 8 bits it fo
 clipped; fewer levels would be too wide for that. Encoder and decoder compute decoded values by the same operations: the
 encoder knows the receiver's values bit for bit.
 
-:func:`channel_scales` finds channels that are larger than others in all tokens. One of them would set the width of the
-levels for a whole row, so residuals are divided by these scales before.
+:func:`channel_scales` finds channels whose maximum over all tokens is larger than that of others. One of them would set
+the width of the levels for a whole row, so residuals are divided by these scales.
 
 :func:`to_int8` quantizes link references. Both ends of a link run it and :func:`channel_scales`, perhaps on devices
 whose logarithms, roots and sums differ in the last bit, and must get the same result. They therefore use only
@@ -64,8 +64,8 @@ PEAK_SHARE = 0.4
 """Minimum scale of a row as a fraction of its maximum, where scales follow the root mean square. With less, and with
 0.6, pictures are farther from lossless ones."""
 LARGE_CHANNEL, _MAX_RATIO = 4.0, 2.0**20
-"""Smallest ratio to the median channel from which a channel has a scale, and the largest one that counts. A full ratio
-as scale, or one for smaller channels, would make models worse whose large channels matter as much as others."""
+"""Minimum ratio to the median channel for a scale, and its upper limit. The full ratio, or scales for smaller channels,
+lose PSNR where large channels matter as much as others."""
 _EXPONENT_OF_ONE, _MANTISSA_BITS = 127, 23
 """Exponent of 1 in a float32, and the number of bits below the exponent."""
 ROW = 64
@@ -149,8 +149,10 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: in
 
 
 def channel_scales(values: torch.Tensor) -> torch.Tensor:
-    """Return the scales of channels, with the same result on every device: the power of two next to the square root of
-    the ratio of a channel's maximum to the median channel's, or 1 if the ratio is less than LARGE_CHANNEL.
+    """Return the scales of channels, bit-identical on every device.
+
+    A scale is the square root of a channel's maximum over the median channel's, rounded to a power of two, or 1 if the
+    ratio is less than LARGE_CHANNEL.
 
     Args:
         values: finite values, (L, G, H, T, D).

@@ -223,7 +223,7 @@ def load_channel_scales(tensor, link, head, inner, inside):
 
 @triton.jit
 def divide_by_power(values, scales):
-    """Return values divided by powers of two: times the inverse, whose exponent is the negative one."""
+    """Return values divided by powers of two: times the inverse, of the negated exponent (0x7F000000: 2 x 127)."""
     return values * (0x7F000000 - scales.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
