@@ -177,14 +177,28 @@ def _held_signals() -> Iterator[None]:
     A signal mask would not do: threads of other libraries, such as OpenBLAS, take the signals then.
     """
     held: list[int] = []
-    before = {each: signal.signal(each, lambda number, _: held.append(number)) for each in user_namespace.STOP_SIGNALS}
+    with _blocked_signals():  # none may arrive while only some have the new handler
+        before = {
+            each: signal.signal(each, lambda number, _: held.append(number)) for each in user_namespace.STOP_SIGNALS
+        }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with _blocked_signals():
+            for number, handler in before.items():
+                signal.signal(number, handler)
         for each in dict.fromkeys(held):
             signal.raise_signal(each)
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block the signals that ask to stop in this thread."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _shared_memory() -> set[str]:

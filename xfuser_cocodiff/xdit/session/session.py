@@ -163,12 +163,14 @@ class Session:
 
     def close(self) -> None:
         """Restore all modules, end all runs and the comm stream's thread, and restore Inductor's settings."""
-        self.abandon_traced_call()
-        self.layers.clear()
-        self.runs.clear()
-        if self.mesh:
-            self.mesh.comm_stream.close()
-        graph_order.restore()
+        try:
+            self.abandon_traced_call()  # fails if a rank is lost
+        finally:
+            self.layers.clear()
+            self.runs.clear()
+            if self.mesh:
+                self.mesh.comm_stream.close()
+            graph_order.restore()
 
     # Tuning.
 
