@@ -9,7 +9,7 @@ from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
-from xfuser_cocodiff.engine.kernels import rows
+from xfuser_cocodiff.engine.kernels import quantize, rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, channel_scales
 
 SHAPE = (2, 3, 4, 10, 16)
@@ -112,6 +112,16 @@ def test_large_channels_do_not_add_to_the_errors_of_others(first: Codec, is_int8
             errors[factor].append(relative_error(*(torch.cat([x[..., :3], x[..., 4:]], -1) for x in (found, values))))
     plain, large = (sum(errors[factor][20:]) for factor in (1, 16))
     assert large < 2.5 * plain, "without scales 8 times as much"
+
+
+def test_scales_are_computed_only_for_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lossless messages, such as all of a mode without bits, do not read their values once more."""
+    computed: list[torch.Tensor] = []
+    monkeypatch.setattr(quantize, "channel_scales", lambda values: computed.append(values) or channel_scales(values))
+    link = Link()
+    for codec, count in ((EXACT, 0), (EXACT, 0), (Codec(None, 0.5), 0), (Codec(2), 2), (Codec(2), 2), (EXACT, 2)):
+        link.send(random_walk(steps=1)[0], codec)
+        assert len(computed) == count, codec
 
 
 def test_exact_codec_is_lossless_and_sets_the_reference() -> None:

@@ -33,19 +33,26 @@ F32 = torch.float32
 
 
 def whole(name: str, step: int) -> torch.Tensor:
-    """Return a tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
+    """Return a tensor (B, H, S, D) that changes a little at each step, the same on every rank.
+
+    One channel of each head is 64 times as large as the others, another one in the next head of Q, K and V. So heads
+    have different scales of channels; those of O in a staged message are of several ranks' heads. Bounds keep the
+    ratio of maxima between 32 and 128, which has one scale, for any tokens.
+    """
     first, change = (
         torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
         for seed in (ord(name), 1000 * ord(name) + step)
     )
-    return first + 0.1 * change
+    large = torch.ones(1, HEADS, 1, DIM)
+    large[0, range(HEADS), 0, [0 if name == "o" else (3 * head + head // DIM) % DIM for head in range(HEADS)]] = 64
+    return (first.clamp(-0.5, 0.5) + 0.1 * change) * large
 
 
 class Pairs:
     """Values that each rank receives from each other, with a codec for each pair at different slow coordinates."""
 
-    def __init__(self, topology: Topology, slow: tuple[str, ...]) -> None:
-        self.topology = topology
+    def __init__(self, topology: Topology, slow: tuple[str, ...], keyframe_codec: Codec = EXACT) -> None:
+        self.topology, self.keyframe_codec = topology, keyframe_codec
         self.slow_indices = [index for index, axis in enumerate(topology.axes) if axis.name in slow]
         self.references: dict = {}
         self.selections: dict = {}
@@ -61,7 +68,7 @@ class Pairs:
         reference = self.references.setdefault((name, source, target), LinkReference())
         values = values.unsqueeze(0).contiguous()
         if not reference.fits(values.shape, values.dtype):
-            codec = dataclasses.replace(EXACT, predictor=codec.predictor)
+            codec = dataclasses.replace(self.keyframe_codec, predictor=codec.predictor)
         active = None
         if codec.token_fraction < 1:
             if name in "vo":
@@ -136,11 +143,12 @@ def run_all_to_alls(
     v_first: bool,
     single_stage: bool,
     direct: bool = False,
+    keyframe_codec: Codec = EXACT,
 ) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
     mesh, partition = mesh_and_partition(topology, slow, direct)
-    pairs, link_states, stats = Pairs(topology, slow), {}, CodecStats()
+    pairs, link_states, stats = Pairs(topology, slow, keyframe_codec), {}, CodecStats()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
             partition,
@@ -149,6 +157,7 @@ def run_all_to_alls(
             stats,
             step=step,
             single_stage=single_stage,
+            keyframe_codec=keyframe_codec,
         )
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         if v_first:
@@ -200,6 +209,13 @@ def test_coded_all_to_all_equals_a_codec_per_pair(
 ) -> None:
     size, (order, stages) = 8 if topology == "2x2x2" else 4, how
     ranks.run(run_all_to_alls, size, topology, slow, codec, codec_of_o, order == "V first", stages == "single stage")
+
+
+@pytest.mark.parametrize("single_stage", [False, True])
+def test_quantized_keyframes_carry_the_scales_of_each_head(single_stage: bool) -> None:
+    codec, keyframe_codec = Codec(2, predictor=0.5), Codec(4, is_keyframe=True)
+    options = codec, codec, True, single_stage, False, keyframe_codec
+    ranks.run(run_all_to_alls, 4, "2x2", ("node",), *options)
 
 
 @pytest.mark.parametrize("slow", ["node", "gpu"])

@@ -267,10 +267,14 @@ class CodedTensor(NamedTuple):
     def _part(self, channel_scales: torch.Tensor | None) -> MessagePart:
         """Return the arguments of the kernels; the scales of channels of a keyframe become those of the reference."""
         codec, base, payload = self.codec, self.lead.base if self.lead else None, self.payload
-        prediction = _prediction(codec, self.reference, self.values, self.local_slots)
-        if prediction and channel_scales is not None:
-            self.reference.channel_scales = scales = _without_ones(channel_scales)
-            prediction, payload = prediction._replace(channel_scales=scales), payload[:, : -self._num_channels]
+        reference = self.reference
+        if channel_scales is not None:
+            payload = payload[:, : -self._num_channels]
+        elif reference.needs_channel_scales and codec.bits is not None:
+            channel_scales = quantize.channel_scales(reference.predict())  # both ends hold the same values
+        if channel_scales is not None:
+            reference.channel_scales, reference.needs_channel_scales = _without_ones(channel_scales), False
+        prediction = _prediction(codec, reference, self.values, self.local_slots)
         how = prediction, codec.bits, self.active, payload, self.local_slots, codec.sends_gain, base
         return MessagePart(self.values, *how)
 
@@ -288,7 +292,7 @@ class CodedTensor(NamedTuple):
         weight = self.lead.weight if self.lead else 0.0
         self.reference.advance(reference, bool(self.codec.predictor), weight)
         if self.codec.is_exact:
-            self.reference.channel_scales = _without_ones(quantize.channel_scales(reference))
+            self.reference.channel_scales, self.reference.needs_channel_scales = None, True
 
 
 def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
@@ -396,7 +400,8 @@ def _prediction(
 ) -> Prediction | None:
     """Return the prediction for values like these: zeros for a keyframe, None for a lossless codec."""
     if codec.is_keyframe:
-        return Prediction(like.new_zeros(rows.num_links(len(like), local_slots), *like.shape[1:]))
+        zeros = like.new_zeros(rows.num_links(len(like), local_slots), *like.shape[1:])
+        return Prediction(zeros, channel_scales=reference.channel_scales)
     return None if codec.is_exact else reference.prediction(codec.predictor)
 
 

@@ -31,7 +31,9 @@ class LinkReference:
         self._current: tuple[torch.Tensor, ...] = ()
         self._previous: tuple[torch.Tensor, ...] = ()
         self.channel_scales: torch.Tensor | None = None
-        """Scales of the channels at the last keyframe or lossless message, float32 (L, H, D); None for ones."""
+        """Scales of the channels, float32 (L, H, D); None for ones."""
+        self.needs_channel_scales = False
+        """Whether a lossless message has left values whose scales are computed when residuals to them are coded."""
         self.gains: torch.Tensor | None = None
         """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
         self.last_values: torch.Tensor | None = None

@@ -129,12 +129,18 @@ def _check(values: torch.Tensor, prediction: Prediction, local_slots: range | No
     """Check that a prediction fits the values, since the loops see addresses only.
 
     Raises:
-        ValueError: another shape or type, or a reference that is not contiguous.
+        ValueError: another shape or type, or a reference or scales that are not contiguous.
     """
     shape = num_links(values.shape[0], local_slots), *values.shape[1:]
     for each in (prediction.reference, *([] if prediction.previous is None else [prediction.previous])):
         if each.shape != shape or each.dtype != values.dtype or not each.is_contiguous():
             raise ValueError(f"references of {tuple(each.shape)} {each.dtype} for values of {shape} {values.dtype}")
+    links, _, heads, _, dim = shape
+    scales = prediction.channel_scales
+    if scales is not None and not (
+        scales.shape == (links, heads, dim) and scales.dtype == torch.float32 and scales.is_contiguous()
+    ):
+        raise ValueError(f"scales of channels of {tuple(scales.shape)} {scales.dtype} for values of {shape}")
 
 
 def _layout(

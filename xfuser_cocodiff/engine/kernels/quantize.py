@@ -155,12 +155,15 @@ def channel_scales(values: torch.Tensor) -> torch.Tensor:
     ratio is less than LARGE_CHANNEL.
 
     Args:
-        values: finite values, (L, G, H, T, D).
+        values: (L, G, H, T, D); a channel that is not finite has a scale of 1.
 
     Returns:
         float32 (L, H, D).
     """
-    largest = torch.maximum(values.amax((1, 3)), values.amin((1, 3)).neg_()).float()
+    if not values.numel():
+        return torch.ones(len(values), values.shape[2], values.shape[4], device=values.device)
+    # One dim after the other: on CPUs PyTorch takes ten times as long for two at once.
+    largest = torch.maximum(values.amax(3).amax(1), values.amin(3).amin(1).neg_()).float()
     usual = largest.sort(-1).values[..., (largest.shape[-1] - 1) // 2, None]
     ratio = (largest / usual).nan_to_num_(1.0, 1.0).clamp_(1.0, _MAX_RATIO)  # 1 in a head of zeros
     octaves = (ratio.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_ONE

@@ -141,7 +141,10 @@ def kernel_calls(
     values = torch.randn(NODES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
     reference = torch.randn(NODES - 1, groups, heads, tokens, dim, device=device).bfloat16()
     gains = torch.full((len(reference),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
-    prediction = Prediction(reference, reference + 0.1 * torch.randn_like(reference), gains)
+    # Accelerators always divide by scales of channels, CPUs only where a channel is large.
+    is_asynchronous = devices.capabilities(device.type).is_asynchronous
+    scales = torch.ones(len(reference), heads, dim, device=device) if is_asynchronous else None
+    prediction = Prediction(reference, reference + 0.1 * torch.randn_like(reference), gains, scales)
     target, local_slots = torch.empty_like(values), range(1)
     count = int(TOKEN_FRACTION * tokens)
     mask = torch.zeros(*reference.shape[:2], tokens, dtype=torch.uint8, device=device)
