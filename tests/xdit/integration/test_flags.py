@@ -305,6 +305,19 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -
     assert_all_raise(results, f"--cocodiff_a2a: {plans}")
 
 
+def config_of_another_version(rank: int) -> str:
+    """Return the config where one rank has a version with other messages."""
+    from xfuser_cocodiff.xdit.integration import flags
+
+    flags.WIRE_FORMAT += rank
+    return config_of(rank, ["--ulysses_degree", "2", "--use_cocodiff"], [{}], False)
+
+
+def test_ranks_with_other_message_formats_are_an_error_on_all() -> None:
+    results = ranks.outcomes(config_of_another_version, 2)
+    assert_all_raise(results, "differ between ranks: CoCoDiff's message format, so its version: rank 0: ", "; rank 1: ")
+
+
 def test_ranks_that_detect_different_topologies_are_flat() -> None:
     environments = [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]
     assert ranks.run(config_of, 4, ULYSSES_4, environments, False) == ["flat|None|exact|True"] * 4

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.settings import ignored_options
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
@@ -186,6 +187,7 @@ def _differences(proposals: list[dict]) -> str:
         "ring_topology": "--cocodiff_topology",
         "synchronous": "CCL_OP_SYNC",
         "usp": "xfuser's USP",
+        "wire_format": "CoCoDiff's message format, so its version",
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
     return ", ".join(
@@ -226,4 +228,5 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
         "kernels": kernels.resolve(config.kernels, device_type),  # may differ between nodes
         "any_kernels": config.kernels == kernels.AUTO,
         "usp": usp_versions.digest(),
+        "wire_format": WIRE_FORMAT,
     }
