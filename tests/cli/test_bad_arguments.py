@@ -11,6 +11,7 @@ BAD = [
     *([*MODEL, "--topology", "3x"], [*MODEL, "--tflops", "0"], [*MODEL, "--tflops", "nan"], [*MODEL, "--degree", "0"]),
     *([*MODEL, "--resolution", "0"], [*MODEL, "--resolution", "-16"], [*MODEL, "--degree", "-8"]),
     *([*MODEL, "--cluster", "moon"], [*MODEL, "--model", "flux9"], ["plan", "--degree", "8"]),
+    *(["plan", option, value] for option, value in (("--mode", "fast"), ("--tflops", "9"), ("--cluster", "aurora"))),
     *(["plan", "--profile", "/nowhere.json"], ["plan", "--profile", "/"], ["plan", "--profile", "x" * 5000]),
     *(["plan", "--sizes", "0"], ["plan", "--sizes", ""], ["plan", "--sizes", "4XB"], ["plan", "--sizes", "9" * 5000]),
     *(

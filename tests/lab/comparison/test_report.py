@@ -109,6 +109,15 @@ def test_steps_with_timed_communication_do_not_count_for_step_time() -> None:
     assert record.seconds([[run(untimed(5.0))]], "hidden_seconds") is None
 
 
+def test_peak_memory_is_that_of_the_rank_with_most(tmp_path: Path) -> None:
+    ranks = [[run(step(0.1), memory=memory)] * 2 for memory in (2000, 3000)]
+    latents = torch.zeros(8)
+    stock, other = (
+        record_variant(tmp_path / name, *ranks, repeats=1, latents=latents, shade=100) for name in ("stock", "exact")
+    )
+    assert compute_metrics(other, stock, tmp_path)["peak_memory_bytes"] == 3000
+
+
 def test_warm_up_is_dropped_and_missing_runs_raise(tmp_path: Path) -> None:
     runs = [run(step(float(number))) for number in range(3)]
     ranks = record.read_ranks(write_records(tmp_path / "a", runs, runs))
