@@ -101,6 +101,17 @@ def test_coded_layer_has_few_launches(slow: str, v_first: bool, share: float) ->
     assert others <= MAX_LAUNCHES + SELECTION_LAUNCHES * (share < 1)
 
 
+def lossless_step(rank: int, slow: str) -> tuple[int, int]:
+    """Return the launches of a step whose tensors are sent losslessly, such as O in mode `paper`."""
+    return kernels_and_others(calls_of(slow, False, [dict.fromkeys("qkvo", EXACT)] * 2, SMALL, torch.float32)[-1][0])
+
+
+def test_lossless_layer_has_few_launches() -> None:
+    [(kernels, others)] = ranks.run(lossless_step, 1, "node")
+    assert kernels == 4  # copies to and from messages, each of which leaves a link reference
+    assert others <= MAX_LAUNCHES
+
+
 OTHER_BYTES = {"node": 12, "all": 2, SINGLE_STAGE: 8, GATHERED: 20}
 """Sizes of a tensor that operations besides the kernels read and write: packing and unpacking of what is not coded."""
 
