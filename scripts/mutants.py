@@ -160,6 +160,7 @@ def prepare(hub: Path) -> None:
     Args:
         hub: folder of the small models, which all runs share.
     """
+    hub.mkdir(exist_ok=True)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "CI": "1", _NO_ENTRY_POINTS: "0"}
     # As in tests/conftest.py, which leaves a worker the folder that it is given. Libraries read these at their import.
     os.environ |= {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1", "PYTEST_XDIST_WORKER": "gw0", "TRITON_INTERPRET": "1"}

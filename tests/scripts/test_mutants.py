@@ -62,6 +62,7 @@ def test_failed_test_is_found_in_the_output(mutants: ModuleType, test: str, caus
 
 def test_bug_is_noticed_in_a_copy_and_hangs_are_ended(tmp_path: Path) -> None:
     tests = "import time, xfuser_cocodiff\ndef test_hang(): time.sleep(600)\ndef test_bug(): assert 0\n"
+    tests += "import os\ndef test_hub(): open(os.environ['HF_HOME'] + '/lock', 'w')\n"
     (tmp_path / "test_it.py").write_text(tests)
     code = (
         "import mutants, pathlib\ncopy = pathlib.Path.cwd()\n"
@@ -69,9 +70,10 @@ def test_bug_is_noticed_in_a_copy_and_hangs_are_ended(tmp_path: Path) -> None:
         "mutants.prepare(copy / 'hub')\n"
         "print(mutants.run_tests(copy, ('test_it.py::test_bug',), 300))\n"
         "print(mutants.run_tests(copy, ('test_it.py::test_hang',), 1))\n"
+        "print(mutants.run_tests(copy, ('test_it.py::test_hub',), 300))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     )
-    assert done.stdout.splitlines() == ["('killed', 'test_it.py::test_bug')", "('hung', '')"]
+    assert done.stdout.splitlines() == ["('killed', 'test_it.py::test_bug')", "('hung', '')", "('survived', '')"]
