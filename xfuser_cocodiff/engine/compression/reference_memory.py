@@ -68,7 +68,10 @@ class LayerSizes(NamedTuple):
 
 
 class ReferenceBytes(NamedTuple):
-    """Memory of the link references of a layer on a rank, in one branch."""
+    """Memory of the link references of a layer on a rank, in one branch.
+
+    Channel scales are left out: four bytes beside the values of a channel's tokens.
+    """
 
     full: int
     """Bytes in the type of the values."""

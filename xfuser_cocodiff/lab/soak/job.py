@@ -172,7 +172,7 @@ def _sessions() -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Hold back signals that ask to stop: Python ignores what their handlers raise while it forks.
+    """Hold back signals that ask to stop, in the main thread: Python ignores what handlers raise while it forks.
 
     A signal mask would not do: threads of other libraries, such as OpenBLAS, take the signals then.
     """
