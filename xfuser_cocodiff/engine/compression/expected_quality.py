@@ -41,7 +41,8 @@ MEASURED: dict[tuple[str, str], dict[int, _Psnr]] = {
 def expected_psnr(mode: str, total: int | None, is_guided: bool, gathers_kv: bool) -> dict[str, float]:
     """Return the mean PSNR in dB of each measured model in such a run; empty if there is none.
 
-    A run of another length gets the figure of the next shorter one.
+    A run of another length gets the figure of the next shorter one, also if its schedule differs: `fast` over 33 steps,
+    with fewer bits than over 20, has 0.3 dB less to 3.8 dB more than that.
 
     Args:
         mode: one of options.MODES; `auto` has at least the PSNR of `balanced`.
