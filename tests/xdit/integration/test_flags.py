@@ -315,7 +315,8 @@ def config_of_another_version(rank: int) -> str:
 
 def test_ranks_with_other_message_formats_are_an_error_on_all() -> None:
     results = ranks.outcomes(config_of_another_version, 2)
-    assert_all_raise(results, "differ between ranks: CoCoDiff's message format, so its version: rank 0: ", "; rank 1: ")
+    said = "differ between ranks: the format of CoCoDiff's messages (another version): rank 0: "
+    assert_all_raise(results, said, "; rank 1: ")
 
 
 def test_ranks_that_detect_different_topologies_are_flat() -> None:

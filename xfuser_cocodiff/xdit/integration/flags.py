@@ -187,7 +187,7 @@ def _differences(proposals: list[dict]) -> str:
         "ring_topology": "--cocodiff_topology",
         "synchronous": "CCL_OP_SYNC",
         "usp": "xfuser's USP",
-        "wire_format": "CoCoDiff's message format, so its version",
+        "wire_format": "the format of CoCoDiff's messages (another version)",
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
     return ", ".join(
