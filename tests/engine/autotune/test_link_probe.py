@@ -90,9 +90,13 @@ def test_speeds_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pyt
     timed_calls: list[int] = []
     stages = Stages({(0,): None})
     probe = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
-    monkeypatch.setattr(probe, "_fastest", lambda work, calls: timed_calls.append(calls) or 1.0)
+    parts: list[MessagePart] = []
+    encode = codecs.kernels.encode
+    monkeypatch.setattr(codecs.kernels, "encode", lambda given: parts.extend(given) or encode(given))
+    monkeypatch.setattr(probe, "_fastest", lambda work, calls: (work(), timed_calls.append(calls), 1.0)[-1])
     assert probe._codec_speed() >= 2**26 and probe._copy_speed() >= 2**26  # bytes per call of one second
     assert min(timed_calls) > 1
+    assert all(part.prediction.channel_scales is not None for part in parts) and parts, "what accelerators run"
 
 
 def test_host_time_of_coding_is_per_tensor_and_of_residuals(monkeypatch: pytest.MonkeyPatch) -> None:

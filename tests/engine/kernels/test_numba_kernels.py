@@ -58,6 +58,10 @@ def test_references_of_another_shape_or_type_are_refused() -> None:
             numba_kernels.decode(payload, prediction, 2, None, case.target, None)
         with pytest.raises(ValueError, match="references of"):
             numba_kernels.scores(case.values, prediction, None)
+    links, _, heads, _, dim = case.reference.shape
+    prediction = Prediction(case.reference, channel_scales=torch.ones(links, dim, heads).transpose(1, 2))
+    with pytest.raises(ValueError, match="scales of channels of"):
+        numba_kernels.encode(case.values, prediction, 2, None, payload, None)
 
 
 def test_payloads_and_active_tokens_of_another_size_are_refused() -> None:

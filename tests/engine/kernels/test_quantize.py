@@ -64,6 +64,7 @@ def test_channel_scales_are_roots_of_the_ratio_to_the_median() -> None:
         assert found[1, 2, 9] == 128 and found[1, 2, 0] == 1
         assert torch.equal(powers_of(exponents_of(found)), found)
         assert (found[0, 0] == 1).all(), "a head of zeros"
+    assert torch.equal(channel_scales(torch.zeros(2, 1, 3, 0, 11)), torch.ones(2, 3, 11)), "no tokens"
 
 
 @pytest.mark.parametrize(("bits", "base", "of_byte"), [(1.6, 3, 5), (2.7, 6, 3)])
