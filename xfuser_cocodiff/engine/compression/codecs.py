@@ -265,7 +265,11 @@ class CodedTensor(NamedTuple):
         return self._part(scales)
 
     def _part(self, channel_scales: torch.Tensor | None) -> MessagePart:
-        """Return the arguments of the kernels; the scales of channels of a keyframe become those of the reference."""
+        """Return the arguments of the kernels, after the reference has the channel scales that they divide by.
+
+        Args:
+            channel_scales: those of a keyframe; None otherwise.
+        """
         codec, base, payload = self.codec, self.lead.base if self.lead else None, self.payload
         reference = self.reference
         if channel_scales is not None:

@@ -329,7 +329,7 @@ FAST = CodecSchedule(warmup=1, first=4, cached=(0.5, 0.5), bits=(2, 2), bits_o=(
 FAST_MANY = replace(FAST, first=8, cached=(0.6, 0.6), bits_o=(1.6, 1.6))
 """Mode `fast` for many steps, between which values change less."""
 FAST_MANY_GUIDED = replace(FAST_MANY, first=4)
-"""Mode `fast` for many steps with guidance, in which a finer keyframe gains less than its bytes elsewhere."""
+"""Mode `fast` for many steps with guidance, in which a finer keyframe gains no more than its bytes elsewhere."""
 FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
 FAST_FEW_GUIDED = replace(FAST_FEW, bits_q=None, bits_k=(2.7, 2.7), bits_o=(4, 4), predictor=ADAPTIVE)
