@@ -112,16 +112,49 @@ def test_values_are_kept_while_a_branch_follows() -> None:
     assert [follow(one, *[SIZES] * count) for count in (2, 2, 1, 1, 2, 2)] == [True, True, True, False, False, True]
 
 
-@pytest.mark.parametrize("budget", [None, 1.5])
-def test_values_are_kept_for_branches_that_are_coded_alike(budget: float | None) -> None:
-    """A branch that is lossless for lack of memory, or takes the other form of the all-to-all, needs none."""
+@pytest.mark.parametrize("reason", ["no memory", "other exchange"])
+def test_values_are_kept_for_branches_that_are_coded_alike(reason: str) -> None:
+    """A branch that is lossless for lack of memory, or gathers K and V where the first does not, needs none."""
     one = runtime()
-    if budget:
-        planned = ReferenceBytes.of(SIZES, one.schedule, 2)
-        one._memory_budget = int(budget * planned.int8)
-    of_second = SIZES if budget else SIZES._replace(num_values=256)
+    planned = ReferenceBytes.of(SIZES, one.schedule, 2)
+    if reason == "no memory":
+        one._memory_budget = int(1.5 * planned.int8)
     one.begin_run(8)
-    assert [follow(one, SIZES, of_second) for _ in range(3)] == [True, False, False]
+    found = []
+    for _ in range(3):
+        gathers = [False, reason == "other exchange"]
+        layers = [one.layer_codecs("a", 1, branch, SIZES, gathers_kv=gathers[branch]) for branch in (0, 1)]
+        one.end_step()
+        found.append(layers[0].keeps_values)
+    assert found == [True, False, False]
+    if reason == "other exchange":
+        gathered = ReferenceBytes.of(SIZES, one.schedule, 1, 2)
+        assert one.planned_reference_bytes == planned.full + gathered.full
+
+
+@pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
+def test_branches_of_other_lengths_take_the_same_form(num_values: tuple[int, int]) -> None:
+    """Prompts differ in length, so that only one of two branches may be long enough for a single stage."""
+    one = runtime()
+    sizes = [SIZES._replace(num_values=number) for number in num_values]
+    one.begin_run(8)
+    for _ in range(3):
+        layers = [one.layer_codecs("a", 1, branch, each) for branch, each in enumerate([*sizes, sizes[1]])]
+        one.end_step()
+        assert [layer.single_stage for layer in layers] == [num_values[0] > 64] * 3
+        assert layers[0].keeps_values and all(layer.leader is not None for layer in layers[1:])
+
+
+@pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
+def test_branches_of_other_lengths_are_both_coded_or_both_lossless(num_values: tuple[int, int]) -> None:
+    """Only the longer branch would save time by itself."""
+    one = runtime()
+    cost = CodingCost(1.0, 1.0)
+    saved = [cost.saved_link_seconds(SIZES._replace(num_values=number).slow_axis_bytes(2, 1)) for number in (64, 66)]
+    one._partition.coding_cost = CodingCost(1.0, sum(saved) / 2 / cost.added_host_seconds(4))
+    one.begin_run(8)
+    layers = [one.layer_codecs("a", 1, i, SIZES._replace(num_values=n)) for i, n in enumerate(num_values)]
+    assert [layer is not None for layer in layers] == [num_values[0] == 66] * 2
 
 
 def test_no_values_are_kept_in_a_first_step_without_memory_for_them() -> None:

@@ -397,10 +397,12 @@ class CodecRuntime:
         if not self.is_running:
             return None
         if (key, branch) not in self._states:
+            leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
+            if leader and leader.gathers_kv != gathers_kv:  # then each branch is coded by itself
+                leader = None
             # The first branch that follows another counts the values that are kept for all.
-            leader = self._states.get((key, 0)) if branch == 1 and self.schedule.joint else None
-            kept = leader.kind.sizes if leader and not leader.is_exact else None
-            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, kept)
+            kept = leader.kind.sizes if leader and branch == 1 and not leader.is_exact else None
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, leader, kept)
             self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
         state.last_step = self.step
@@ -468,9 +470,19 @@ class CodecRuntime:
         return (1, self._num_slow) if gathers_kv else (self._num_slow, self._ring_num_slow)
 
     def _new_state(
-        self, layer: str, transformer: Hashable, sizes: LayerSizes, gathers_kv: bool, kept: LayerSizes | None
+        self,
+        layer: str,
+        transformer: Hashable,
+        sizes: LayerSizes,
+        gathers_kv: bool,
+        leader: _LayerState | None,
+        kept: LayerSizes | None,
     ) -> _LayerState:
-        """Return the state of a layer that a branch calls for the first time in this run."""
+        """Return the state of a layer that a branch calls for the first time in this run.
+
+        What depends on sizes is as in the leading branch: prompts differ in length, and of two branches on both sides
+        of a threshold none would be coded as the difference to the other.
+        """
         self.has_coded_layers = True
         if self.schedule.allocation:
             self.schedule.allocation.check_layer(layer)
@@ -478,15 +490,19 @@ class CodecRuntime:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
         planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), kept)
-        saved, added = coding_seconds = self._coding_seconds(sizes, gathers_kv)
+        saved, added = coding_seconds = leader.coding_seconds if leader else self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
         if not is_exact and not self._fits_budget(planned_bytes):
             self._convert_to_int8()
             is_exact = not self._fits_budget(planned_bytes)
-        message_bytes = sizes.num_values // _MESSAGES_PER_LAYER * sizes.value_bytes
-        single_stage = self._partition is not None and self._partition.is_single_stage(message_bytes)
+        single_stage = leader.single_stage if leader else self._takes_single_stage(sizes)
         kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
         return _LayerState(layer, transformer, kind, planned_bytes, is_exact, single_stage, gathers_kv, coding_seconds)
+
+    def _takes_single_stage(self, sizes: LayerSizes) -> bool:
+        """Return whether all-to-alls of a layer take one stage."""
+        message_bytes = sizes.num_values // _MESSAGES_PER_LAYER * sizes.value_bytes
+        return self._partition is not None and self._partition.is_single_stage(message_bytes)
 
     def _coding_seconds(self, sizes: LayerSizes, gathers_kv: bool) -> tuple[float, float]:
         """Return the link time that coding a layer saves and the host time that it adds, over Ulysses group and ring.
