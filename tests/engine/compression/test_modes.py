@@ -103,3 +103,11 @@ def test_names_that_match_no_layer_are_reported() -> None:
     assert all(
         schedule.is_lossless_layer(layer) for layer in (layers[0], layers[2])
     ) and not schedule.is_lossless_layer(layers[1])
+
+
+@pytest.mark.parametrize("mode", ["balanced", "fast"])
+@pytest.mark.parametrize("total", [1, 4, 8, 20, 40, 50, None])
+def test_schedules_with_guidance_have_the_same_keyframe(mode: str, total: int | None) -> None:
+    """Whether a run has several branches is known only after its first step."""
+    first, guided = (modes.preset(mode, total, is_guided) for is_guided in (False, True))
+    assert first.keyframe_codec.bits == guided.keyframe_codec.bits and first.warmup == guided.warmup == 1

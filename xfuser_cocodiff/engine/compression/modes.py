@@ -328,8 +328,6 @@ FAST = CodecSchedule(warmup=1, first=4, cached=(0.5, 0.5), bits=(2, 2), bits_o=(
 """Mode `fast` up to USUAL_STEPS."""
 FAST_MANY = replace(FAST, first=8, cached=(0.6, 0.6), bits_o=(1.6, 1.6))
 """Mode `fast` for many steps, between which values change less."""
-FAST_MANY_GUIDED = replace(FAST_MANY, first=4)
-"""Mode `fast` for many steps with guidance, in which a finer keyframe gains no more than its bytes elsewhere."""
 FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
 """Mode `fast` for few steps."""
 FAST_FEW_GUIDED = replace(FAST_FEW, bits_q=None, bits_k=(2.7, 2.7), bits_o=(4, 4), predictor=ADAPTIVE)
@@ -357,10 +355,11 @@ _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
         (VERY_FEW_STEPS, FAST_VERY_FEW_GUIDED),
         (FEW_STEPS, FAST_FEW_GUIDED),
         (USUAL_STEPS, FAST),
-        (_ALWAYS, FAST_MANY_GUIDED),
+        (_ALWAYS, FAST_MANY),
     ),
 }
-"""Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps."""
+"""Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps. Those with
+and without guidance have the same keyframe: how many branches there are is known only after it."""
 
 
 def preset(mode: str, total: int | None, is_guided: bool = False) -> CodecSchedule | None:
