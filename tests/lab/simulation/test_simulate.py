@@ -190,6 +190,28 @@ def test_one_rank_takes_as_long_as_in_published_runs(cluster: str, compiled: flo
     assert max(compiled, 0.75 * eager) < seconds < eager
 
 
+# Codecs.
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(16, 1), (8, 2)])
+def test_layers_are_lossless_where_the_host_adds_more_time_than_links_save(ulysses: int, ring: int) -> None:
+    """The rule of runs: a tenth of the bytes that cross nodes, for host time of each tensor."""
+    machine, workload = machine_named("ethernet"), WORKLOADS["flux.1-dev"]
+    topology, split = machine.topology(2), UlyssesRingSplit(ulysses, ring)
+    found = []
+    for host_seconds in (0.0, 1e-6, 1.0):
+        link_profile = lambda axes, size, host=host_seconds: dataclasses.replace(  # noqa: E731
+            machine.link_profile(axes, size), coding_host_seconds=host
+        )
+        scenario = Scenario(workload, 1024, 1, 20, topology, link_profile, machine.accelerator)
+        coded, exact = (LayerCommunication(scenario, split, mode) for mode in ("balanced", "exact"))
+        found.append(coded.reference_bytes.full > 0)
+        if not found[-1]:
+            assert coded.payloads() == exact.payloads()
+            assert coded.schedules(coded.payloads()[-1]) == exact.schedules(exact.payloads()[-1])
+    assert found == [True, True, False]
+
+
 # Overlap.
 
 

@@ -16,6 +16,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, Refe
 from xfuser_cocodiff.engine.settings.options import PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
+from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.simulation import exchange
@@ -78,6 +79,9 @@ class LayerCommunication:
         self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
         self.gather = self._gather()
         """Gather of K and V that the layer uses, or tries in a lossless mode; None where it reshards by heads."""
+        if self._schedule is not None and not self._coding_saves_time():
+            self._schedule = None
+            self.gather = self._gather()
         # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
         message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
         self._single_stage = self._num_slots > 1 and planner.is_single_stage(
@@ -93,6 +97,23 @@ class LayerCommunication:
     def _is_coded(self) -> bool:
         """Whether all-to-alls or gathers of the layer are encoded; a lossy mode without slow axes is lossless."""
         return self._schedule is not None and self._num_slots > 1
+
+    def _coding_saves_time(self) -> bool:
+        """Return whether coding saves more link time than it adds host time, by the rule of a run that measures its
+        slow axes."""
+        names = "kv" if self.gather else "qkvo"
+        parts = [
+            (self.group, self._slow_axes, (self._num_slots, 1), len(names)),
+            (self.ring, self._ring_slow_axes, (1, self._num_ring_slots), len("kv")),
+        ]
+        saved = added = 0.0
+        for group, slow_axes, coordinates, num_tensors in parts:
+            if planner.num_ranks_along(group, slow_axes) > 1:
+                profile = self._scenario.link_profile(group, self._scenario.message_bytes("q"))
+                cost = CodingCost.of(profile, slow_axes)
+                saved += cost.saved_link_seconds(self._layer_sizes.slow_axis_bytes(*coordinates))
+                added += cost.added_host_seconds(num_tensors)
+        return saved >= added
 
     def _gather(self) -> KvGather | None:
         """Return the gather of K and V, which has no ring beside it.
@@ -133,6 +154,13 @@ class LayerCommunication:
         return self._scenario.message_bytes(name) * self.padded_heads // self._scenario.workload.heads
 
     @property
+    def _layer_sizes(self) -> LayerSizes:
+        """Sizes of a rank's tensors where they are sent by heads."""
+        num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
+        head_dim = self._scenario.workload.head_dim
+        return LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
+
+    @property
     def reference_bytes(self) -> ReferenceBytes:
         """Memory of the link references of the layer, in all calls of a step."""
         if self._schedule is None:
@@ -140,10 +168,7 @@ class LayerCommunication:
         if self.gather and self._is_coded:
             sizes, coordinates = self.gather.layer_sizes, (1, self.gather.num_slow)
         else:
-            num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
-            head_dim = self._scenario.workload.head_dim
-            sizes = LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
-            coordinates = self._num_slots, self._num_ring_slots
+            sizes, coordinates = self._layer_sizes, (self._num_slots, self._num_ring_slots)
         return _over_calls(sizes, self._schedule, coordinates, self._scenario.workload.calls)
 
     def payloads(self) -> list[Payloads]:
