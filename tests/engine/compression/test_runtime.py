@@ -15,7 +15,9 @@ from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
+from xfuser_cocodiff.engine.topology.topology import Topology
 
 SIZES = LayerSizes(num_values=64, num_v_values=16, head_dim=8, value_bytes=4)
 
@@ -155,6 +157,44 @@ def test_branches_of_other_lengths_are_both_coded_or_both_lossless(num_values: t
     one.begin_run(8)
     layers = [one.layer_codecs("a", 1, i, SIZES._replace(num_values=n)) for i, n in enumerate(num_values)]
     assert [layer is not None for layer in layers] == [num_values[0] == 66] * 2
+
+
+@pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
+def test_branches_of_other_lengths_have_the_same_bits(num_values: tuple[int, int]) -> None:
+    """Mode `auto` may have chosen other bits for each size."""
+    bits_of = {64: 8.0, 66: 4.0}
+    precision_of = lambda kind: bits_of[kind.sizes.num_values]  # noqa: E731
+    one = CodecRuntime(partition_on("cpu"), "auto", None, None, list, precision_of=precision_of)
+    one.begin_run(8)
+    for _ in range(2):
+        layers = [one.layer_codecs("a", 1, i, SIZES._replace(num_values=n)) for i, n in enumerate(num_values)]
+        one.end_step()
+    assert layers[0].codecs == layers[1].codecs
+    assert {codec.bits for codec in layers[0].codecs.values()} == {bits_of[num_values[0]]}
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("num_values", [64, 66])
+def test_a_ring_keeps_values_for_branches_of_the_same_length(num_values: int, virtual: bool) -> None:
+    """Tokens of other lengths are not aligned there."""
+    one = runtime()
+    if virtual:
+        one._partition, one.virtual_ranks = None, VirtualRing(Topology.parse("node=2"), ("node",))
+    else:
+        one._partition, one._ring_partition = None, partition_on("cpu")
+    one.begin_run(8)
+    sizes = [SIZES, SIZES._replace(num_values=num_values)]
+    codecs_of = one.layer_codecs if virtual else one.ring_codecs
+    for _ in range(2):
+        layers = [codecs_of("a", 1, branch, each) for branch, each in enumerate(sizes)]
+        one.end_step()
+    is_same = num_values == 64
+    assert layers[0].keeps_values == is_same and layers[1].token_blocks is None
+    leaders = None, SIZES if is_same else SIZES._replace(num_v_values=0)
+    each = zip(sizes, leaders, strict=True)
+    assert one.planned_reference_bytes == sum(
+        ReferenceBytes.of(size, one.schedule, 1, 2, leader=leader).full for size, leader in each
+    )
 
 
 def test_no_values_are_kept_in_a_first_step_without_memory_for_them() -> None:

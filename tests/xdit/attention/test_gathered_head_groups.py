@@ -74,6 +74,38 @@ def test_another_number_restarts_references_with_a_keyframe_that_is_not_timed() 
         assert all(error < 0.05 for error, *_ in steps)
 
 
+def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
+    """Return the numbers of head groups in each step, and at last the weights of the leading branch in the other one,
+    where both branches were tuned by themselves and chose different numbers."""
+    run = Run(rank, Case(topology="node=2"))
+    session, found = run.session("balanced", None, schedule="bits=8,bits_o=8"), []
+    session.schedule_tuner = None
+    session.runs.begin(6)
+    for step in range(6):
+        signatures = session.layers.signatures
+        if step == 2:
+            longest_first = sorted(signatures, key=lambda each: each.sizes, reverse=True)
+            for signature, groups in zip(longest_first, (2, 1), strict=True):
+                signature.candidates = ScheduleCandidates([signature.candidates.schedule._replace(groups=groups)])
+        with torch.no_grad():
+            for branch in (run.shards[0], run.shards[0][:, ::2]):
+                run.transformer(branch * (1 + 0.1 * step))
+        found.append(counts_of(session))
+        for signature in signatures:
+            if signature.candidates:
+                signature.candidates.end_step()
+        if step == 5:
+            states = [state for (_, branch), state in session.runtime._states.items() if branch]
+            weights = {each.sent.weight for state in states for each in state.link_states.values()}
+        session.runs.end_step()
+    return found, weights
+
+
+def test_branches_have_the_same_number() -> None:
+    for counts, weights in ranks.run(two_branches, 2):
+        assert counts == [{1}] * 2 + [{2}] * 4 and weights == {1.0}
+
+
 def tune(rank: int, seconds: dict[int, float]) -> tuple[set[int], list[int], set[int]]:
     """Return the candidates' numbers of head groups, those chosen, and those of references after the choice."""
     run = TimedRun(rank, seconds, mode="balanced", slow_axes=("node",))

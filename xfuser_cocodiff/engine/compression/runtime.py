@@ -35,8 +35,10 @@ class _LayerState:
     """Name of the layer."""
     transformer: Hashable
     """Key of the layer's transformer."""
+    sizes: LayerSizes
+    """Sizes of the layer's tensors."""
     kind: LayerKind
-    """Kind of the layer, which has one precision."""
+    """Kind of the layer, which has one precision; the leading branch's where there is one."""
     planned_bytes: ReferenceBytes
     """Memory that the layer's references take."""
     is_exact: bool
@@ -328,11 +330,13 @@ class CodecRuntime:
         layout = self._partition or self.virtual_ranks
         if state is None or layout is None:
             return None
-        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
+        in_ring = self._partition is None and self.virtual_ranks.is_ring
+        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch, in_ring)
+        token_blocks = layout.num_fast if state.gathers_kv else 1
         return replace(
             self._codecs_of(state, self._partition, state.link_states),
             leader=leader.link_states if leader else None,
-            token_blocks=layout.num_fast if state.gathers_kv else 1,
+            token_blocks=None if in_ring else token_blocks,
             keeps_values=keeps_values,
             batched_branches=batched_branches,
         )
@@ -350,7 +354,7 @@ class CodecRuntime:
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches)
         if state is None or self._ring_partition is None:
             return None
-        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
+        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch, in_ring=True)
         return replace(
             self._codecs_of(state, self._ring_partition, state.ring_link_states),
             leader=leader.ring_link_states if leader else None,
@@ -365,12 +369,13 @@ class CodecRuntime:
         of_both = {(each.is_exact, each.single_stage, each.gathers_kv) for each in (state, leader) if each}
         return leader if len(of_both) == 1 else None
 
-    def _is_followed(self, key: Hashable, branch: int) -> bool:
+    def _is_followed(self, key: Hashable, branch: int, in_ring: bool = False) -> bool:
         """Return whether a layer's values are kept for other branches.
 
         Whether there are others is not known in the first step. If the schedule keeps previous references, there is
         memory then: no reference has one yet. In later steps, memory is planned with the first branch that follows, and
-        that branch makes use of it if it is coded by the same exchange and was not left out of the last step.
+        that branch makes use of it if it is coded by the same exchange and was not left out of the last step, and in a
+        ring if it is as long.
         """
         if branch or not self.schedule.joint:
             return False
@@ -379,7 +384,8 @@ class CodecRuntime:
         follower = self._states.get((key, 1))
         if follower is None or follower.is_exact or follower.last_step < self.step - 1:
             return False
-        return self._leader_of(follower, key, 1) is not None
+        leader = self._leader_of(follower, key, 1)
+        return leader is not None and (not in_ring or leader.sizes == follower.sizes)
 
     def _state_of(
         self,
@@ -401,7 +407,7 @@ class CodecRuntime:
             if leader and leader.gathers_kv != gathers_kv:  # then each branch is coded by itself
                 leader = None
             # The first branch that follows another counts the values that are kept for all.
-            kept = leader.kind.sizes if leader and branch == 1 and not leader.is_exact else None
+            kept = self._kept_sizes(leader.sizes, sizes, gathers_kv) if leader and branch == 1 else None
             self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, leader, kept)
             self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
@@ -497,7 +503,22 @@ class CodecRuntime:
             is_exact = not self._fits_budget(planned_bytes)
         single_stage = leader.single_stage if leader else self._takes_single_stage(sizes)
         kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
-        return _LayerState(layer, transformer, kind, planned_bytes, is_exact, single_stage, gathers_kv, coding_seconds)
+        return _LayerState(
+            layer,
+            transformer,
+            sizes,
+            leader.kind if leader else kind,
+            planned_bytes,
+            is_exact,
+            single_stage,
+            gathers_kv,
+            coding_seconds,
+        )
+
+    def _kept_sizes(self, leading: LayerSizes, following: LayerSizes, gathers_kv: bool) -> LayerSizes:
+        """Return the sizes of what a leading branch keeps for another one."""
+        in_ring = not gathers_kv and self._ring_num_slow > 1
+        return leading if not in_ring or leading == following else leading._replace(num_v_values=0)
 
     def _takes_single_stage(self, sizes: LayerSizes) -> bool:
         """Return whether all-to-alls of a layer take one stage."""

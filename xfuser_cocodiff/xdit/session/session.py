@@ -342,9 +342,12 @@ class Session:
 
     def num_head_groups(self, schedule: OverlapSchedule, layer_codecs: LayerCodecs | None) -> int:
         """Return the number of head groups of a call by a schedule; in a lossy mode, layers have several only where
-        they gather K and V."""
-        has_one = self.runtime is not None and not (layer_codecs and layer_codecs.gathers_kv)
-        return 1 if has_one else schedule.groups
+        they gather K and V, and as many as in the leading branch, or they could not be coded as differences to it."""
+        if self.runtime is not None and not (layer_codecs and layer_codecs.gathers_kv):
+            return 1
+        if layer_codecs and layer_codecs.leader:
+            return next(head_group.count for _, head_group in layer_codecs.leader)
+        return schedule.groups
 
     def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
         """Return the codecs of a layer that has gathered K and V and cannot any more; see :meth:`layer_codecs`."""
