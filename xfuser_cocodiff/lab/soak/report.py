@@ -45,8 +45,8 @@ def _resources(resources: list[dict[str, dict[str, float]]]) -> Table:
     for rank, found in enumerate(resources):
         for name in NAMES:
             if name in found:
-                unit = 2**20 if name == "resident_bytes" else 1
-                label = "resident MiB" if unit > 1 else name
+                unit = 2**20 if name.endswith("_bytes") else 1
+                label = name.replace("_bytes", " MiB").replace("_", " ")
                 values = [f"{found[name][key] / unit:.1f}" for key in ("first", "last", "most")]
                 table.add_row(str(rank), label, *values, f"{100 * found[name]['slope'] / unit:+.2f}")
     return table

@@ -1,13 +1,41 @@
 """Resources that a process holds: memory, threads, file descriptors and sockets, and how they change over time."""
 
 import contextlib
+import ctypes
+import functools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-NAMES = ("resident_bytes", "threads", "descriptors", "sockets")
-"""Resources of a sample."""
+NAMES = ("resident_bytes", "allocated_bytes", "python_blocks", "threads", "descriptors", "sockets")
+"""Resources of a sample. Memory that was freed may stay resident: only a leak lets what is allocated grow too."""
+
+
+class _MallInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns, over all arenas."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], _MallInfo] | None:
+    """Return glibc's `mallinfo2`; None with another C library."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function:
+        function.restype = _MallInfo
+    return function
+
+
+def _allocated_bytes() -> int:
+    """Return the bytes that `malloc` has given out; 0 where that is unknown."""
+    mallinfo = _mallinfo()
+    info = mallinfo() if mallinfo else None
+    return info.uordblks + info.hblkhd if info else 0
 
 
 def sample() -> dict[str, int]:
@@ -19,6 +47,8 @@ def sample() -> dict[str, int]:
             targets.append(os.readlink(link))
     return {
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "allocated_bytes": _allocated_bytes(),
+        "python_blocks": sys.getallocatedblocks(),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(targets),
         "sockets": sum(target.startswith("socket:") for target in targets),
