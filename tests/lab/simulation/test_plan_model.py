@@ -386,6 +386,20 @@ def test_profile_gives_communication_and_with_tflops_step_times(
     assert flops_seconds < rows[0]["compute_seconds"] < 10 * flops_seconds
 
 
+def test_a_plan_says_that_the_host_is_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "profile.json"
+    slow_node = profile("2x4", 1e9, 1e11)
+    arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--degree", "8", "--profile", str(file)]
+    for host_seconds in (0.0, 1.0):
+        links = dataclasses.replace(slow_node, coding_host_seconds=host_seconds)
+        file.write_text(json.dumps({"profile": links.to_json()}))
+        assert cli.main(arguments) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("coding would add more host time than it saves link time" in shown) == bool(host_seconds)
+        assert ("names axes to compress all the same" in shown) == bool(host_seconds)
+        assert "no axis is slow" not in shown
+
+
 @pytest.mark.parametrize(
     ("topology", "exchange", "reason"),
     [

@@ -359,7 +359,7 @@ _PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
     ),
 }
 """Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps. Those with
-and without guidance have the same keyframe: how many branches there are is known only after it."""
+and without guidance have the same keyframe, since ranks that run all branches know of them only after it."""
 
 
 def preset(mode: str, total: int | None, is_guided: bool = False) -> CodecSchedule | None:

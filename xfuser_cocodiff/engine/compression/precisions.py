@@ -28,7 +28,7 @@ class LayerKind(NamedTuple):
     name: str
     """Name of the layers, with * in place of each number."""
     sizes: LayerSizes
-    """Sizes of a layer's tensors on a rank."""
+    """Sizes of a layer's tensors on a rank, in the leading branch."""
     gathers_kv: bool
     """Whether K and V are gathered along the slow axes."""
     schedule: str

@@ -38,7 +38,7 @@ class _LayerState:
     sizes: LayerSizes
     """Sizes of the layer's tensors."""
     kind: LayerKind
-    """Kind of the layer, which has one precision; the leading branch's where there is one."""
+    """Kind of the layer, which has one precision; the leading branch's if this one may be coded with it."""
     planned_bytes: ReferenceBytes
     """Memory that the layer's references take."""
     is_exact: bool
@@ -375,7 +375,7 @@ class CodecRuntime:
         Whether there are others is not known in the first step. If the schedule keeps previous references, there is
         memory then: no reference has one yet. In later steps, memory is planned with the first branch that follows, and
         that branch makes use of it if it is coded by the same exchange and was not left out of the last step, and in a
-        ring if it is as long.
+        ring only if its tensors have the same sizes.
         """
         if branch or not self.schedule.joint:
             return False
@@ -407,7 +407,7 @@ class CodecRuntime:
             if leader and leader.gathers_kv != gathers_kv:  # then each branch is coded by itself
                 leader = None
             # The first branch that follows another counts the values that are kept for all.
-            kept = self._kept_sizes(leader.sizes, sizes, gathers_kv) if leader and branch == 1 else None
+            kept = self._kept_sizes(leader, sizes) if leader and branch == 1 else None
             self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, leader, kept)
             self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
@@ -486,8 +486,8 @@ class CodecRuntime:
     ) -> _LayerState:
         """Return the state of a layer that a branch calls for the first time in this run.
 
-        What depends on sizes is as in the leading branch: prompts differ in length, and of two branches on both sides
-        of a threshold none would be coded as the difference to the other.
+        It takes the leading branch's choices that depend on sizes. Prompts differ in length, and two branches on both
+        sides of a threshold could not be coded together.
         """
         self.has_coded_layers = True
         if self.schedule.allocation:
@@ -515,10 +515,12 @@ class CodecRuntime:
             coding_seconds,
         )
 
-    def _kept_sizes(self, leading: LayerSizes, following: LayerSizes, gathers_kv: bool) -> LayerSizes:
-        """Return the sizes of what a leading branch keeps for another one."""
-        in_ring = not gathers_kv and self._ring_num_slow > 1
-        return leading if not in_ring or leading == following else leading._replace(num_v_values=0)
+    def _kept_sizes(self, leader: _LayerState, following: LayerSizes) -> LayerSizes | None:
+        """Return the sizes of what a leading branch keeps for another one, of these sizes; None if it is lossless."""
+        if leader.is_exact:
+            return None
+        in_ring = not leader.gathers_kv and self._ring_num_slow > 1
+        return leader.sizes._replace(num_v_values=0) if in_ring and leader.sizes != following else leader.sizes
 
     def _takes_single_stage(self, sizes: LayerSizes) -> bool:
         """Return whether all-to-alls of a layer take one stage."""

@@ -79,9 +79,10 @@ class LayerCommunication:
         self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
         self.gather = self._gather()
         """Gather of K and V that the layer uses, or tries in a lossless mode; None where it reshards by heads."""
-        if self._schedule is not None and not self._coding_saves_time():
-            self._schedule = None
-            self.gather = self._gather()
+        self._is_uncoded = self._schedule is not None and not self._coding_saves_time()
+        """Whether a lossy mode leaves the layer lossless; it is then sent by heads, in one head group."""
+        if self._is_uncoded:
+            self._schedule = self.gather = None
         # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
         message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
         self._single_stage = self._num_slots > 1 and planner.is_single_stage(
@@ -106,12 +107,13 @@ class LayerCommunication:
             (self.group, self._slow_axes, (self._num_slots, 1), len(names)),
             (self.ring, self._ring_slow_axes, (1, self._num_ring_slots), len("kv")),
         ]
+        sizes = self.gather.layer_sizes if self.gather else self._layer_sizes
         saved = added = 0.0
         for group, slow_axes, coordinates, num_tensors in parts:
             if planner.num_ranks_along(group, slow_axes) > 1:
                 profile = self._scenario.link_profile(group, self._scenario.message_bytes("q"))
                 cost = CodingCost.of(profile, slow_axes)
-                saved += cost.saved_link_seconds(self._layer_sizes.slow_axis_bytes(*coordinates))
+                saved += cost.saved_link_seconds(sizes.slow_axis_bytes(*coordinates))
                 added += cost.added_host_seconds(num_tensors)
         return saved >= added
 
@@ -144,6 +146,8 @@ class LayerCommunication:
 
     def exchange_reason(self, gathered_axes: Sequence[str]) -> str:
         """Return why the layer gathers K and V along these axes, or along none."""
+        if self._is_uncoded:
+            return exchange.UNCODED_REASON
         if self._schedule is None:
             return exchange.lossless_reason(gathered_axes)
         has_ring = self._split.ring > 1
@@ -232,7 +236,7 @@ class LayerCommunication:
         if self.gather:
             tried = [1, *(groups for groups in numbers if self.gather.heads % groups == 0)]
             schedules += [self._gathered_schedule(names, None, groups) for groups in tried for names in inputs]
-        return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True)]
+        return schedules if self._is_uncoded else [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True)]
 
     def _gathered_schedule(self, names: Sequence[str], payload: int | None, groups: int = 1) -> Schedule:
         """Return the schedule with gathered K and V, in these messages of Q, K and V."""
@@ -252,8 +256,8 @@ class LayerCommunication:
 
         With a ring none is predicted: its messages share the links with those of other head groups.
         """
-        is_lossy = self._schedule is not None and self._num_slots * self._num_ring_slots > 1
-        if self._split.ulysses == 1 or self._split.ring > 1 or is_lossy:
+        is_coded = self._schedule is not None and self._num_slots * self._num_ring_slots > 1
+        if self._split.ulysses == 1 or self._split.ring > 1 or is_coded or self._is_uncoded:
             return []
         numbers = head_groups.divisors_to_try(self._heads)
         inputs, output = sum(self._tensor_bytes(name) for name in "qkv"), self._tensor_bytes("o")

@@ -8,6 +8,9 @@ from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
 
+UNCODED_REASON = "heads: coding would add more host time than it saves link time, so layers are lossless"
+"""Reason of a lossy mode where :class:`CodingCost` leaves layers lossless."""
+
 
 def by_axis(group: Topology, gathered_axes: Sequence[str]) -> dict[str, str]:
     """Return how attention crosses each axis with several ranks.

@@ -246,7 +246,10 @@ def show(record: dict[str, Any]) -> None:
     if record["expected_psnr"]:
         console.print("PSNR of this model: cocodiff quality --model NAME")
     console.print(f"mode {AUTO}: at least the bytes of {MULTI_NODE_MODE}; its bits follow from measured step times")
-    if not record["modes"][-1]["reference_bytes"]:
+    last = record["modes"][-1]
+    if last["exchange_reason"] == exchange.UNCODED_REASON:
+        console.print("--cocodiff_slow_axes names axes to compress all the same")
+    elif not last["reference_bytes"]:
         console.print(
             "no axis is slow for this device: all modes are lossless; --cocodiff_slow_axes names axes to compress"
         )

@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 NAMES = ("resident_bytes", "allocated_bytes", "python_blocks", "threads", "descriptors", "sockets")
-"""Resources of a sample. Memory that was freed may stay resident: only a leak lets what is allocated grow too."""
+"""Resources of a sample. Resident memory includes what was freed; the bytes that `malloc` has given out, and Python's
+blocks, do not."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -31,11 +32,13 @@ def _mallinfo() -> Callable[[], _MallInfo] | None:
     return function
 
 
-def _allocated_bytes() -> int:
-    """Return the bytes that `malloc` has given out; 0 where that is unknown."""
+def _allocated() -> dict[str, int]:
+    """Return the bytes that `malloc` has given out by their name; nothing where they are unknown."""
     mallinfo = _mallinfo()
-    info = mallinfo() if mallinfo else None
-    return info.uordblks + info.hblkhd if info else 0
+    if mallinfo is None:
+        return {}
+    info = mallinfo()
+    return {"allocated_bytes": info.uordblks + info.hblkhd}
 
 
 def sample() -> dict[str, int]:
@@ -47,7 +50,7 @@ def sample() -> dict[str, int]:
             targets.append(os.readlink(link))
     return {
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-        "allocated_bytes": _allocated_bytes(),
+        **_allocated(),
         "python_blocks": sys.getallocatedblocks(),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(targets),
@@ -72,7 +75,7 @@ def summary(samples: Sequence[dict[str, int]], warm_up: int) -> dict[str, dict[s
     later = samples[warm_up:] if len(samples) > warm_up + 1 else samples
     tenth = max(1, len(later) // 10)
     found = {}
-    for name in NAMES if later else ():
+    for name in [each for each in NAMES if later and each in later[0]]:
         values = [each[name] for each in later]
         found[name] = {
             "first": median(values[:tenth]),

@@ -341,8 +341,11 @@ class Session:
         return codecs
 
     def num_head_groups(self, schedule: OverlapSchedule, layer_codecs: LayerCodecs | None) -> int:
-        """Return the number of head groups of a call by a schedule; in a lossy mode, layers have several only where
-        they gather K and V, and as many as in the leading branch, or they could not be coded as differences to it."""
+        """Return the number of head groups of a call by a schedule.
+
+        In a lossy mode, only layers that gather K and V have several, and another branch has as many as the leading
+        one, whose references it needs.
+        """
         if self.runtime is not None and not (layer_codecs and layer_codecs.gathers_kv):
             return 1
         if layer_codecs and layer_codecs.leader:
