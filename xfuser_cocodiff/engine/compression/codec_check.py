@@ -6,8 +6,8 @@ references and results are compared bit for bit, and with those of PyTorch's ker
 as in guided models, since kernels that code differences to a leading branch are compiled by themselves.
 
 Kernels are compiled for the codecs of all tensors of a message, and for the type and head dim of its values. Checked
-are the messages that a run of 50 steps may send, and in messages of one tensor the codecs of shorter runs, of all
-layers of a tuned schedule, and of the precisions of mode `auto`.
+are the messages that a run of more than FEW_STEPS may send, and in messages of one tensor the codecs of shorter runs,
+of all layers of a tuned schedule, and of the precisions of mode `auto`.
 """
 
 import itertools
@@ -119,11 +119,11 @@ def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
 
     long_runs: list[CodecSchedule] = []
     known: set[tuple[Codec, float]] = set()
-    for is_guided in (False, True):
-        schedule = schedule_of(DEFAULT_STEPS, is_guided)
+    for total, is_guided in itertools.product((DEFAULT_STEPS, USUAL_STEPS), (False, True)):
+        schedule = schedule_of(total, is_guided)
         if schedule not in long_runs:
             long_runs.append(schedule)
-            steps = [schedule.codecs(step, DEFAULT_STEPS) for step in _checked_steps(schedule, DEFAULT_STEPS)]
+            steps = [schedule.codecs(step, total) for step in _checked_steps(schedule, total)]
             yield from (_Run(steps, messages, schedule.joint) for messages in _MESSAGES)
             known |= {(codec, schedule.joint) for codecs in steps for codec in codecs.values()}
     for total, is_guided in itertools.product((*_SHORTER, DEFAULT_STEPS), (False, True)):
