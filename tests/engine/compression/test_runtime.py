@@ -115,7 +115,7 @@ def test_values_are_kept_while_a_branch_follows() -> None:
 
 
 @pytest.mark.parametrize("reason", ["no memory", "other exchange"])
-def test_values_are_kept_for_branches_that_are_coded_alike(reason: str) -> None:
+def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: str) -> None:
     """A branch that is lossless for lack of memory, or gathers K and V where the first does not, needs none."""
     one = runtime()
     planned = ReferenceBytes.of(SIZES, one.schedule, 2)

@@ -1,6 +1,7 @@
 """`cocodiff soak`: what is drawn, what counts as a failure, and a short campaign on two ranks."""
 
 import errno
+import gc
 import json
 import os
 import random
@@ -79,6 +80,7 @@ def test_slope_of_resources() -> None:
 @pytest.mark.skipif("allocated_bytes" not in resources.sample(), reason="the C library is not glibc, which reports it")
 def test_allocated_memory_is_what_was_not_freed() -> None:
     """Memory between buffers that are kept stays resident, and is not allocated."""
+    gc.collect()  # garbage that is freed meanwhile would count
     before = resources.sample()
     held = [bytearray(4096) for _ in range(10_000)]
     during = resources.sample()
@@ -86,7 +88,7 @@ def test_allocated_memory_is_what_was_not_freed() -> None:
     after = resources.sample()
     grown = [each["allocated_bytes"] - before["allocated_bytes"] for each in (during, after)]
     assert grown[0] == pytest.approx(41e6, rel=0.05) and grown[1] < 1e6
-    assert after["resident_bytes"] - before["resident_bytes"] > 30e6
+    assert during["resident_bytes"] - after["resident_bytes"] < 5e6
     assert during["python_blocks"] - after["python_blocks"] >= 9_900
     assert len(held) == 100
 

@@ -502,12 +502,12 @@ class CodecRuntime:
             self._convert_to_int8()
             is_exact = not self._fits_budget(planned_bytes)
         single_stage = leader.single_stage if leader else self._takes_single_stage(sizes)
-        kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
+        own_kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
         return _LayerState(
             layer,
             transformer,
             sizes,
-            leader.kind if leader else kind,
+            leader.kind if leader else own_kind,
             planned_bytes,
             is_exact,
             single_stage,

@@ -8,7 +8,10 @@ from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
 
-UNCODED_REASON = "heads: coding would add more host time than it saves link time, so layers are lossless"
+UNCODED_REASON = (
+    "heads: coding would add more host time than it saves link time, so layers are lossless; --cocodiff_slow_axes "
+    "names axes to compress all the same"
+)
 """Reason of a lossy mode where :class:`CodingCost` leaves layers lossless."""
 
 

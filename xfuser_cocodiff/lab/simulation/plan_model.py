@@ -247,9 +247,7 @@ def show(record: dict[str, Any]) -> None:
         console.print("PSNR of this model: cocodiff quality --model NAME")
     console.print(f"mode {AUTO}: at least the bytes of {MULTI_NODE_MODE}; its bits follow from measured step times")
     last = record["modes"][-1]
-    if last["exchange_reason"] == exchange.UNCODED_REASON:
-        console.print("--cocodiff_slow_axes names axes to compress all the same")
-    elif not last["reference_bytes"]:
+    if not last["reference_bytes"] and not last["exchange_reason"]:
         console.print(
             "no axis is slow for this device: all modes are lossless; --cocodiff_slow_axes names axes to compress"
         )
