@@ -1,11 +1,13 @@
 """Agreement over the rendezvous store, with two ranks in turn in one process."""
 
+import contextlib
 import itertools
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from tests import ranks
 from xfuser_cocodiff.xdit.integration import agreement
 
 
@@ -26,3 +28,25 @@ def test_reports_of_an_earlier_attempt_are_not_read(monkeypatch: pytest.MonkeyPa
     with pytest.raises(agreement.MissingReportError, match=r"ranks \[1\]"):
         report(0, attempt=1)
     assert report(1, attempt=1) == [{"rank": rank, "attempt": 1} for rank in (0, 1)]
+
+
+def _count_keys_of_rounds(rank: int) -> tuple[list[list[dict]], list[int]]:
+    store, reports, counts = dist.distributed_c10d._get_default_store(), [], []
+    for number in range(5):
+        reports.append(agreement.gather_proposals(lambda: {"rank": rank, "number": number}))  # noqa: B023
+        dist.barrier()  # by now all ranks have deleted what they delete
+        counts.append(store.num_keys())
+        dist.barrier()
+    with contextlib.suppress(agreement.OptionError):
+        agreement.gather_proposals(lambda: int("not a number"))
+    for number in range(2):
+        agreement.gather_proposals(lambda: {"number": number})  # noqa: B023
+    dist.barrier()
+    return reports, [*counts, store.num_keys()]
+
+
+@pytest.mark.parametrize("store_on_rank_0", [False, True], ids=["file", "TCP"])
+def test_the_store_keeps_the_keys_of_the_last_round_only(store_on_rank_0: bool) -> None:
+    for reports, counts in ranks.outcomes(_count_keys_of_rounds, 3, store_on_rank_0=store_on_rank_0):
+        assert reports == [[{"rank": rank, "number": number} for rank in range(3)] for number in range(5)]
+        assert len({*counts}) == 1

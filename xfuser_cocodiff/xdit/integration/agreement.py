@@ -7,6 +7,9 @@ Ranks communicate in rounds: each posts one report and waits for those of the ot
 proposes its config in a round whenever it makes one. A rank with the plugin disabled makes its config without a round,
 as stock xDiT does, and may do so alone. It takes part in the round before xDiT makes its process groups, in which all
 ranks take part; a rank that proposes waits until then.
+
+A service makes a config for each change of its options, so a rank deletes its keys of a round after the next one: all
+ranks have posted to that one, and so have read the round before.
 """
 
 import contextlib
@@ -136,7 +139,7 @@ def _gather(report: dict, timeout: timedelta | None = None) -> list[dict]:
 
 
 def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
-    store, world = _get_default_store(), dist.get_world_size()
+    store, world, previous = _get_default_store(), dist.get_world_size(), _last_round[0]
     # The store may outlive a torchrun restart, whose ranks must not read reports of the previous attempt.
     key = _last_round[0] = f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_rounds)}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(report))
@@ -149,4 +152,12 @@ def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
             f"ranks {missing} did not report CoCoDiff's options within {timeout}; install and enable the plugin on all "
             "nodes"
         ) from None
-    return [json.loads(store.get(key)) for key in keys]
+    reports = [json.loads(store.get(key)) for key in keys]
+    _delete_own_keys(store, previous)
+    return reports
+
+
+def _delete_own_keys(store: dist.Store, round_key: str) -> None:
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # stores that cannot delete keep them
+        for key in (f"{round_key}/{dist.get_rank()}", f"{round_key}/read/{dist.get_rank()}"):
+            store.delete_key(key)
