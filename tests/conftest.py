@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import ranks
+from tests import interpreter, ranks
 
 # huggingface_hub reads these once, at its import: set them before any test and before the server that ranks fork from.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else the main process has set it
@@ -25,6 +25,7 @@ for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would override HF
     os.environ.pop(name, None)
 if torch.accelerator.current_accelerator(check_available=True) is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read at the import of Triton: interpret its kernels on the CPU
+    interpreter.patch_language_once_per_launch()
 
 # On AMX, oneDNN's attention in bfloat16 may have other bits for a part of the queries, and exact mode then keeps heads.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
