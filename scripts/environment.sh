@@ -8,6 +8,7 @@
 #   COCODIFF_TORCH_INDEX=URL         package index for it, such as that of the CPU builds
 
 unset CDPATH
+export PYTHONDONTWRITEBYTECODE=""  # else each of the many processes that tests start compiles all modules again
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then

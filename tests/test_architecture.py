@@ -1,6 +1,7 @@
 """Imports have one direction between floors, packages and files, and only `xdit` imports the host."""
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -35,6 +36,7 @@ def name_of(file: Path) -> str:
 FILES = {name_of(file): file for file in sorted(FOLDER.rglob("*.py"))}
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Return the modules and names that a file imports, anywhere in it."""
     imported = set()

@@ -1,5 +1,6 @@
 """Descriptions of the hosts and the software that tuning results depend on, by which the tuning cache finds them."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -43,6 +44,7 @@ def describe_rank() -> dict[str, Any]:
     return {"host": platform.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
 
 
+@functools.cache
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
