@@ -33,6 +33,13 @@ def pairwise(cases: Iterable[tuple[Hashable, ...]]) -> list:
     return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 3)]))
 
 
+def once(cases: Iterable[tuple[Hashable, ...]]) -> list:
+    """Return few cases that cover every combination of two values; the quick ones have every value once."""
+    cases = list(cases)
+    quick = list(covering(cases, 1))
+    return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 2)]))
+
+
 def covering(cases: Iterable[tuple[Hashable, ...]], together: int) -> Iterator[tuple[Hashable, ...]]:
     """Yield few of the cases that together contain every combination of `together` values of a case."""
     cases = list(cases)

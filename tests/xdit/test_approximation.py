@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.quick import slow, slow_but
+from tests.quick import slow
 from tests.xdit.test_pipelines import MODELS, Run
 from xfuser_cocodiff.engine.compression.reference_memory import ReferenceBytes
 from xfuser_cocodiff.engine.settings.config import Overlap
@@ -121,6 +121,7 @@ def run_in_sequence(rank: int) -> list[torch.Tensor]:
     return [*found, run(prompt="the moon")]
 
 
+@pytest.mark.slow  # a short soak test is quick
 def test_runs_do_not_depend_on_earlier_runs() -> None:
     found = ranks.run(run_in_sequence, 2)[0]
     fresh = {"a cat": found[0], "the moon": ranks.run(run_alone, 2, "the moon")[0]}
@@ -189,12 +190,9 @@ def run_real_or_virtual(rank: int, model: str, world_size: int, plan: str) -> tu
 BY_HEADS, GATHERED = "hierarchical", "hierarchical:gpu,node=kv"
 
 
+@pytest.mark.slow  # one exchange is quick in engine/compression/test_virtual_ranks
 @pytest.mark.parametrize(
-    ("model", "plan"),
-    slow_but(
-        [("FLUX.1-dev", GATHERED)],
-        [(model, plan) for model in ("FLUX.1-dev", "FLUX.2-dev") for plan in (BY_HEADS, GATHERED)],
-    ),
+    ("model", "plan"), [(model, plan) for model in ("FLUX.1-dev", "FLUX.2-dev") for plan in (BY_HEADS, GATHERED)]
 )
 def test_virtual_ranks_are_as_close_to_stock_as_real_ones(model: str, plan: str) -> None:
     """Compare PSNR and bytes; test_coded_all_to_all compares the exchange alone, bit for bit.

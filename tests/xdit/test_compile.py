@@ -73,7 +73,7 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
     [
         slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",), ("hierarchical:node,gpu",)]),
         slow(2, True, True, [AUTO, BALANCED, ("flat",), ("flat*",)]),
-        (2, None, False, [BY_PROFILE]),
+        slow(2, None, False, [BY_PROFILE]),  # two layers are quick in test_traced_codecs
     ],
 )
 def test_compiled_transformer_equals_stock_without_more_graphs(

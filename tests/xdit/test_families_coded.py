@@ -345,7 +345,8 @@ def cases_of(number: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("model", slow_but(["Cosmos3"], ONE_TRANSFORMER))
+@pytest.mark.slow  # test_every_layer_is_coded is quick
+@pytest.mark.parametrize("model", ONE_TRANSFORMER)
 def test_every_mode_with_every_schedule_feature(model: str, tmp_path: Path) -> None:
     """Combine modes, features and exchanges over all models; bytes equal the prediction and errors are finite."""
     check_features(model, cases_of(ONE_TRANSFORMER.index(model)), tmp_path)

@@ -4,7 +4,6 @@ import pytest
 
 from tests import ranks
 from tests.engine.compression.test_joint_branches import assert_equal_ends, ends
-from tests.quick import slow
 from tests.xdit.test_approximation import LossyRun, decibels
 from tests.xdit.test_traced_codecs import compile_transformer, figures
 
@@ -33,7 +32,8 @@ def run_guided(rank: int, model: str, schedule: str, *more: str) -> tuple[float,
 
 
 # The two prompts of Qwen-Image have different lengths.
-@pytest.mark.parametrize(("model", "weight"), [slow("SD3.5", 1.25), ("Qwen-Image", 1)])
+@pytest.mark.slow  # one layer is quick in engine/compression/test_joint_branches
+@pytest.mark.parametrize(("model", "weight"), [("SD3.5", 1.25), ("Qwen-Image", 1)])
 def test_both_ends_of_a_link_agree_and_as_many_bytes_are_sent(model: str, weight: float) -> None:
     own, joint = (ranks.run(run_guided, 2, model, f"{BITS},joint={each}") for each in (0, weight))
     assert_equal_ends([references for _, _, references, _ in joint])

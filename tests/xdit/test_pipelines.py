@@ -155,13 +155,15 @@ def test_bf16_latents_equal_stock(model: str) -> None:
     check(model, 4, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
+@pytest.mark.slow  # batches are quick in test_transformers
+@pytest.mark.parametrize("model", MODELS)
 def test_batch_of_three_equals_stock(model: str) -> None:
     negative = ["--negative_prompt", "coins"] if model == "Qwen-Image" else []
     check(model, 2, "--prompt", "a cat", "the surface of the moon", "cell bodies", *negative)
 
 
-@pytest.mark.parametrize("degree", slow_but([2], [2, 4]))
+@pytest.mark.slow  # its process groups are quick in integration/test_flags
+@pytest.mark.parametrize("degree", [2, 4])
 def test_cfg_parallel_equals_stock(degree: int) -> None:
     check("SD3.5", degree, "--use_cfg_parallel", world_size=2 * degree)
 
@@ -205,6 +207,7 @@ def split_heads(rank: int, arguments: list[str]) -> set[int]:
     return {each.candidates.schedule.groups for each in active().layers.signatures if each.candidates}
 
 
+@pytest.mark.slow  # test_pipefusion_equals_stock is quick
 def test_heads_are_split_where_xdit_keeps_k_and_v_for_pipefusion() -> None:
     """In SD3.5 it does so also without PipeFusion, and never reads them then."""
     arguments = ["--model", "SD3.5", "--ulysses_degree", "2", *SIZE, *MODELS["SD3.5"]]
@@ -232,5 +235,6 @@ def compare_models_and_sizes(rank: int, world_size: int) -> None:
         assert used_axes() == {"node"}
 
 
+@pytest.mark.slow  # one model at one size is quick
 def test_two_models_at_two_sizes_equal_stock() -> None:
     ranks.run(compare_models_and_sizes, 2, 2)

@@ -169,7 +169,8 @@ def run_with_lossless_layers(rank: int, name: str, by_blocks: bool) -> list[set[
     return found
 
 
-@pytest.mark.parametrize("by_blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_two_compiled_layers_equal_eager_mode is quick
+@pytest.mark.parametrize("by_blocks", [False, True])
 def test_lossless_layers_keep_heads_in_graphs(by_blocks: bool) -> None:
     """Blocks of one class share a graph, which has heads for all of them."""
     lossless = "single_transformer_blocks.1"
@@ -193,6 +194,7 @@ def run_compiled_exactly(rank: int) -> tuple[bool, list[str]]:
     return all(map(torch.equal, found, expected)), layers.gathered
 
 
+@pytest.mark.slow  # test_two_compiled_layers_equal_eager_mode is quick
 def test_exact_mode_keeps_heads_in_graphs() -> None:
     """Graphs are traced before a check could compare bits."""
     for is_stocks, gathered in ranks.run(run_compiled_exactly, 2):

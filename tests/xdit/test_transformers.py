@@ -217,9 +217,8 @@ FEW_RANKS = [*zip((model for model in CASES if model not in SLOW), itertools.cyc
 EIGHT_RANKS = [(model, 8) for model, _ in FEW_RANKS[::3]]
 """Three axes, for some models: they are below what differs between models."""
 ALL = [*FEW_RANKS, *EIGHT_RANKS, *zip(SLOW, itertools.cycle([8, 4]))]
-SIMILAR = {"HunyuanVideo15", "ZImage", "HunyuanDiT", "Krea2", "MiniMaxH3Fused", "Sana"}
-"""Models that are not quick here: similar ones are, and MiniMax-H3 is in test_families_coded and test_run_loops."""
-QUICK = [(model, degree) for model, degree in FEW_RANKS if model not in SIMILAR]
+QUICK = [each for each in FEW_RANKS if each[0] in ("HunyuanVideo", "ZImageSixHeads")]
+"""Text in the sequence on two axes; heads that the degree does not divide."""
 RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in ALL]
 
 

@@ -92,7 +92,7 @@ PLANS, XDIT_COLLECTIVES = (
 @pytest.mark.parametrize(
     ("name", "end"),
     slow_but(
-        [("hierarchical", signal.SIGSTOP), ("all_gather", signal.SIGKILL)],
+        [("all_gather", signal.SIGKILL)],
         [
             *itertools.product([*PLANS, "probe", "survey"], ENDS),
             *((method, signal.SIGKILL) for method in XDIT_COLLECTIVES),

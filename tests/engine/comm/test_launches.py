@@ -13,7 +13,7 @@ import torch
 from tests import ranks
 from tests.mock_device import HAS_BACKENDS, MockDevice
 from tests.mock_meshes import GATHERED, SINGLE_STAGE, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
-from tests.quick import covering, pairwise, slow_but
+from tests.quick import covering, once, slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -116,7 +116,7 @@ OTHER_BYTES = {"node": 12, "all": 2, SINGLE_STAGE: 8, GATHERED: 20}
 """Sizes of a tensor that operations besides the kernels read and write: packing and unpacking of what is not coded."""
 
 
-@pytest.mark.parametrize(("slow", "share"), pairwise(itertools.product(SLOW, [1.0, 0.5])))
+@pytest.mark.parametrize(("slow", "share"), once(itertools.product(SLOW, [1.0, 0.5])))
 def test_coded_layer_moves_few_bytes(slow: str, share: float) -> None:
     """Each end reads values or payload and two references, and writes one, and payload or values. Scores of V read all
     but the payload once more."""
@@ -206,7 +206,8 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
     return launched
 
 
-@pytest.mark.parametrize(("video", "heads"), slow_but([(VIDEO, 24)], itertools.product(TOKENS, [24, 40])))
+@pytest.mark.slow  # the messages of one layer are quick
+@pytest.mark.parametrize(("video", "heads"), [*itertools.product(TOKENS, [24, 40])])
 def test_grids_of_long_videos_are_within_cuda_limits(video: str, heads: int) -> None:
     [launched] = ranks.run(grids, 1, TOKENS[video], heads)
     assert {name for name, _ in launched} == {f"{name}_kernel" for name in ("scores", "order", "encode", "decode")}

@@ -145,10 +145,8 @@ def codecs_by_step(
 
 QUICK = [
     ("node", "bits", True, True),
-    ("all", "drift", True, False),
     (GATHERED, "change", False, True),
     (SINGLE_STAGE, "drift", True, True),
-    ("node", "change", True, False),
 ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.quick import slow_but
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression import codec_check, codecs, link_reference, message
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
@@ -25,7 +26,7 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return kernels._selected
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", slow_but(["balanced", "fast"], MODES[1:]))
 def test_kernels_of_this_machine_pass(mode: str, selected: list[str]) -> None:
     assert codec_check.failure(kernels.NUMBA, mode, None, CPU, tokens=64) is None
     assert kernels._selected == [kernels.NUMBA]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.quick import slow_but
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
@@ -397,11 +398,17 @@ def test_the_host_reads_errors_that_have_arrived(
     assert [report.errors for report in one.reports] == [{"a": 0.0}] * 3  # also of the last step
 
 
-@pytest.mark.parametrize("backend", [kernels.TORCH, kernels.TRITON])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("bad_steps", "exact"), [({3}, {5}), ({3, 4}, {5}), ({3, 5}, {5}), ({0}, {2})], ids=str)
+STEPS_OF_BAD_VALUES = [({3}, {5}), ({3, 4}, {5}), ({3, 5}, {5}), ({0}, {2})]
+"""Steps with values that are not finite, and the lossless steps that follow."""
+BY_TORCH = [(*each, bad, kernels.TORCH) for each in STEPS_OF_BAD_VALUES for bad in (torch.nan, torch.inf)]
+BY_TRITON = [(*each, bad, kernels.TRITON) for each in STEPS_OF_BAD_VALUES for bad in (torch.nan, torch.inf)]
+
+
+@pytest.mark.parametrize(
+    ("bad_steps", "exact", "bad", "backend"), slow_but([*BY_TORCH, BY_TRITON[4]], [*BY_TORCH, *BY_TRITON]), ids=str
+)
 def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
-    monkeypatch: pytest.MonkeyPatch, backend: str, bad: float, bad_steps: set[int], exact: set[int]
+    monkeypatch: pytest.MonkeyPatch, bad_steps: set[int], exact: set[int], bad: float, backend: str
 ) -> None:
     """Recover at both ends of a link, previous references included."""
     if backend == kernels.TRITON and torch.accelerator.is_available():

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.engine.kernels.case import DEVICE, HAS_GPU, SECOND, Case
-from tests.quick import slow_but
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, MessagePart, Prediction
 
@@ -27,7 +26,8 @@ def output_of(module: str, argument: str, cache: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("mode", slow_but(["balanced"], ["balanced", "fast"]))
+@pytest.mark.slow  # the interpreter runs the kernels of the self-check in test_codec_check
+@pytest.mark.parametrize("mode", ["balanced", "fast"])
 def test_self_check_compiles_what_runs_launch(mode: str, tmp_path: Path) -> None:
     """No run of any size waits for a compiler, whatever its messages."""
     found = output_of("count_compilations", mode, tmp_path)
@@ -140,6 +140,7 @@ def test_one_launch_encodes_and_decodes_all_tensors_of_a_message(triton_kernels)
         assert torch.equal(reference, result.reference) and part.values.any()
 
 
+@pytest.mark.slow  # launches one after the other are quick
 def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has counted and was not followed by the others must not leave its count."""
     case = Case(torch.bfloat16, SECOND, tokens=200)
@@ -162,6 +163,7 @@ def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkey
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records addresses by the interpreter, which runs without a GPU only")
+@pytest.mark.slow  # smaller tensors are quick
 @pytest.mark.parametrize("bits", [8, None])
 def test_kernels_address_more_than_2_to_the_31_values(
     triton_kernels, monkeypatch: pytest.MonkeyPatch, bits: int | None

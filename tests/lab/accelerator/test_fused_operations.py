@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from tests import ranks
+from tests.quick import slow_but
 from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
 from xfuser_cocodiff.lab.simulation.layers import IMAGE, JOINT, ROW, TEXT
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
@@ -77,7 +78,7 @@ def run_blocks(rank: int, accelerator: Accelerator, sizes: list[tuple[int, int]]
     return results
 
 
-@pytest.mark.parametrize("accelerator", [H100, MAX_1550_TILE], ids=lambda each: each.name)
+@pytest.mark.parametrize("accelerator", slow_but([H100], [H100, MAX_1550_TILE]), ids=lambda each: each.name)
 def test_blocks_of_full_width_take_what_the_simulator_predicts(accelerator: Accelerator) -> None:
     [measured] = ranks.run(run_blocks, 1, accelerator, [(4096, 512), (512, 64)])
     kinds = {kind.name: kind for kind in FLUX.kinds}

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.lab.emulation.requirement import LAUNCHER, TWO_RANKS, needs_namespaces
-from tests.quick import slow
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.lab.emulation import cluster, links, namespaces
 from xfuser_cocodiff.lab.emulation.links import Cluster, Link
@@ -241,14 +240,15 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow  # the time of a transfer is quick below
 @pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(
     ("options", "scales"),
     [
-        slow(["--preset", "aurora"], (0.1,)),
+        (["--preset", "aurora"], (0.1,)),
         (["--topology", "2x2", "--rates", "node=8,gpu=20"], (0.25, 1.5)),
-        slow(["--topology", "flat=3", "--rates", "flat=10"], (1,)),
+        (["--topology", "flat=3", "--rates", "flat=10"], (1,)),
     ],
     ids=["aurora", "reshaped", "flat"],
 )

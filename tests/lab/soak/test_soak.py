@@ -20,7 +20,7 @@ from xfuser_cocodiff.cli import soak
 from xfuser_cocodiff.lab.soak import campaign, comparison, fault, job, report, request, resources, warm_up
 from xfuser_cocodiff.lab.soak.comparison import Comparison, Plan
 from xfuser_cocodiff.lab.soak.job import HANGS
-from xfuser_cocodiff.lab.soak.rank_worker import Outcome
+from xfuser_cocodiff.lab.soak.rank_worker import Outcome, Settings
 
 FIXED = ("--model", "FLUX.1-dev", "--cocodiff_mode", "balanced")
 PLAN = Plan(seed=5, ranks=2, requests=2, faults=0, kinds=(), distinct=2, seconds=None, timeout=60, fixed=FIXED)
@@ -211,25 +211,22 @@ def test_termination_is_an_interrupt_and_a_second_one_does_not_disturb_the_end()
         signal.signal(signal.SIGTERM, before)
 
 
-FORKS = """
-import os, pathlib, signal, sys
-from xfuser_cocodiff.cli import soak
-from xfuser_cocodiff.lab.soak.job import Job
-from xfuser_cocodiff.lab.soak.rank_worker import Settings
-
-folder = pathlib.Path(sys.argv[1])
-signal.signal(signal.SIGTERM, soak._interrupt)
-os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
-try:
-    Job(Settings(2), 60.0, folder)
-except KeyboardInterrupt:
-    print("interrupted", [*folder.iterdir()])
-"""
+def fork_while_asked_to_stop(folder: Path) -> None:
+    """Start a job in a process that is asked to stop whenever it forks."""
+    signal.signal(signal.SIGTERM, soak._interrupt)
+    os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    (folder / "jobs").mkdir()
+    try:
+        job.Job(Settings(2), 60.0, folder / "jobs")
+    except KeyboardInterrupt:
+        (folder / "left").write_text(repr([*(folder / "jobs").iterdir()]))
 
 
 def test_termination_while_ranks_are_forked_is_not_lost(tmp_path: Path) -> None:
-    run = subprocess.run([sys.executable, "-c", FORKS, tmp_path], capture_output=True, text=True)
-    assert run.stdout == "interrupted []\n"
+    process = ranks.context.Process(target=fork_while_asked_to_stop, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert (tmp_path / "left").read_text() == "[]"
 
 
 @pytest.mark.slow  # the signal alone is quick

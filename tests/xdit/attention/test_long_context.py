@@ -92,7 +92,7 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("linear", "joint"), [slow(False, "none"), slow(False, "rear"), (False, "front"), (True, "none")]
+    ("linear", "joint"), [slow(False, "none"), slow(False, "rear"), (False, "front"), slow(True, "none")]
 )
 def test_exact_mode_equals_stock_and_codecs_know_layers(linear: bool, joint: str) -> None:
     for found in ranks.run(attend, 2, linear, joint):
@@ -145,7 +145,7 @@ def attend_with_padding(rank: int, joint: str) -> None:
                 active().runs.end_step()
 
 
-@pytest.mark.parametrize("joint", ["none", "rear"])
+@pytest.mark.parametrize("joint", ["none", slow("rear")])
 def test_padded_heads_equal_attention(joint: str) -> None:
     ranks.run(attend_with_padding, 3, joint)
 

@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -171,5 +172,6 @@ def balance_heads(rank: int) -> None:
     assert "moves heads" in session.runtime.inactive_reason
 
 
+@pytest.mark.slow  # other layers of xDiT are quick
 def test_balanced_heads_are_lossless() -> None:
     ranks.run(balance_heads, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.quick import in_turn
+from tests.quick import in_turn, slow
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -491,6 +491,9 @@ def test_compiled_ring_is_logged_as_lossless() -> None:
     assert ["ring attention is xDiT's own, and lossless" in line for line in said].count(True) == 2
 
 
+COMPILED = {"use_torch_compile": True}
+
+
 def may_gather(rank: int, ring: int, engine: dict) -> bool:
     """Return whether layers may gather K and V."""
     from xfuser_cocodiff.xdit.session.session import active
@@ -500,7 +503,7 @@ def may_gather(rank: int, ring: int, engine: dict) -> bool:
     return active().gather is not None
 
 
-@pytest.mark.parametrize(("ring", "engine"), in_turn([(1,), (2,)], [{}, {"use_torch_compile": True}]), ids=str)
+@pytest.mark.parametrize(("ring", "engine"), [(1, {}), slow(1, COMPILED), slow(2, {}), slow(2, COMPILED)], ids=str)
 def test_k_and_v_are_not_gathered_beside_a_ring(ring: int, engine: dict) -> None:
     assert ranks.run(may_gather, 4, ring, engine) == [ring == 1] * 4
 
