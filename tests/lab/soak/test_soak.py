@@ -17,6 +17,7 @@ import torch
 from tests import ranks
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import soak
+from xfuser_cocodiff.lab.emulation.user_namespace import STOP_SIGNALS
 from xfuser_cocodiff.lab.soak import campaign, comparison, fault, job, report, request, resources, warm_up
 from xfuser_cocodiff.lab.soak.comparison import Comparison, Plan
 from xfuser_cocodiff.lab.soak.job import HANGS
@@ -227,6 +228,21 @@ def test_termination_while_ranks_are_forked_is_not_lost(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert (tmp_path / "left").read_text() == "[]"
+
+
+def test_no_signal_arrives_while_handlers_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the stop signals would end the command while the other half is held back."""
+    change, masks = signal.signal, []
+
+    def record(number: int, handler: object) -> object:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        return change(number, handler)
+
+    monkeypatch.setattr(signal, "signal", record)
+    with job._held_signals():
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {*STOP_SIGNALS}
+    assert len(masks) == 2 * len(STOP_SIGNALS)
+    assert all(mask >= {*STOP_SIGNALS} for mask in masks)
 
 
 @pytest.mark.slow  # the signal alone is quick
