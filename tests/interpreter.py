@@ -1,4 +1,4 @@
-"""Triton's interpreter, made faster."""
+"""Patch that speeds up Triton's interpreter."""
 
 import functools
 from collections.abc import Callable
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def patch_language_once_per_launch() -> None:
-    """Let a launch patch Triton's language once, and not at each call of a device function.
+    """Let a launch patch Triton's language once, and not again at each call of a device function.
 
-    The interpreter finds its patches in force there, after a search that takes two fifths of a launch.
+    There the patches are in place already; to find that out takes two fifths of a launch.
     """
     from triton import language
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_LangPatchScope"):  # another version
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version, which stays as it is
         return
     patch, in_force = interpreter._patch_lang, set()
 

@@ -34,7 +34,7 @@ def pairwise(cases: Iterable[tuple[Hashable, ...]]) -> list:
 
 
 def once(cases: Iterable[tuple[Hashable, ...]]) -> list:
-    """Return few cases that cover every combination of two values; the quick ones have every value once."""
+    """Return few cases that cover every combination of two values; the quick ones have every value at least once."""
     cases = list(cases)
     quick = list(covering(cases, 1))
     return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 2)]))

@@ -60,7 +60,7 @@ def test_failed_test_is_found_in_the_output(mutants: ModuleType, test: str, caus
     assert mutants.first_failed(f"FFF\nFAILED {test}{cause}\nERROR tests/b.py\n") == test
 
 
-@pytest.mark.slow  # imports what the tests of every package do, in new processes
+@pytest.mark.slow  # starts processes that import everything; no quick test does
 def test_bug_is_noticed_in_a_copy_and_hangs_are_ended(tmp_path: Path) -> None:
     tests = "import time, xfuser_cocodiff\ndef test_hang(): time.sleep(600)\ndef test_bug(): assert 0\n"
     tests += "import os\ndef test_hub(): open(os.environ['HF_HOME'] + '/lock', 'w')\n"

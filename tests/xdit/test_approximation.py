@@ -121,7 +121,7 @@ def run_in_sequence(rank: int) -> list[torch.Tensor]:
     return [*found, run(prompt="the moon")]
 
 
-@pytest.mark.slow  # a short soak test is quick
+@pytest.mark.slow  # test_short_campaign in lab/soak is quick
 def test_runs_do_not_depend_on_earlier_runs() -> None:
     found = ranks.run(run_in_sequence, 2)[0]
     fresh = {"a cat": found[0], "the moon": ranks.run(run_alone, 2, "the moon")[0]}
@@ -190,7 +190,7 @@ def run_real_or_virtual(rank: int, model: str, world_size: int, plan: str) -> tu
 BY_HEADS, GATHERED = "hierarchical", "hierarchical:gpu,node=kv"
 
 
-@pytest.mark.slow  # one exchange is quick in engine/compression/test_virtual_ranks
+@pytest.mark.slow  # test_virtual_ranks_gather_the_values_of_real_ones is quick, in engine/compression
 @pytest.mark.parametrize(
     ("model", "plan"), [(model, plan) for model in ("FLUX.1-dev", "FLUX.2-dev") for plan in (BY_HEADS, GATHERED)]
 )

@@ -235,6 +235,6 @@ def compare_models_and_sizes(rank: int, world_size: int) -> None:
         assert used_axes() == {"node"}
 
 
-@pytest.mark.slow  # one model at one size is quick
+@pytest.mark.slow  # test_latents_equal_stock is quick, for one model at one size
 def test_two_models_at_two_sizes_equal_stock() -> None:
     ranks.run(compare_models_and_sizes, 2, 2)

@@ -29,8 +29,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "Wan": PLAIN,
     "HunyuanVideo": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
     "HunyuanVideo15": [{"text": 12}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "ZImage": PLAIN,
     "ZImageSixHeads": [{}, {"dtype": BF16}],
+    "ZImage": PLAIN,
     "CogVideoX": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
     "Lumina2": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
     "LTX2": PLAIN,
@@ -39,7 +39,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "Cosmos3": [{"text": 12}, {"text": 13}],  # one sample; does not cast to bf16
     "MiniMaxH3Fused": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
     "Sana": PLAIN,
-    # The quick set has nothing of those that follow.
+    # Each that follows is much like another one.
     "WanA14B": PLAIN,
     "FluxControl": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
     "Klein": PLAIN,
@@ -218,7 +218,7 @@ EIGHT_RANKS = [(model, 8) for model, _ in FEW_RANKS[::3]]
 """Three axes, for some models: they are below what differs between models."""
 ALL = [*FEW_RANKS, *EIGHT_RANKS, *zip(SLOW, itertools.cycle([8, 4]))]
 QUICK = [each for each in FEW_RANKS if each[0] in ("HunyuanVideo", "ZImageSixHeads")]
-"""Text in the sequence on two axes; heads that the degree does not divide."""
+"""Text in the sequence, on two axes; heads that the degree does not divide."""
 RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in ALL]
 
 

@@ -206,7 +206,7 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
     return launched
 
 
-@pytest.mark.slow  # the messages of one layer are quick
+@pytest.mark.slow  # no quick test has messages of this size
 @pytest.mark.parametrize(("video", "heads"), [*itertools.product(TOKENS, [24, 40])])
 def test_grids_of_long_videos_are_within_cuda_limits(video: str, heads: int) -> None:
     [launched] = ranks.run(grids, 1, TOKENS[video], heads)

@@ -26,7 +26,7 @@ def output_of(module: str, argument: str, cache: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow  # the interpreter runs the kernels of the self-check in test_codec_check
+@pytest.mark.slow  # no quick test counts compilations
 @pytest.mark.parametrize("mode", ["balanced", "fast"])
 def test_self_check_compiles_what_runs_launch(mode: str, tmp_path: Path) -> None:
     """No run of any size waits for a compiler, whatever its messages."""
@@ -140,7 +140,7 @@ def test_one_launch_encodes_and_decodes_all_tensors_of_a_message(triton_kernels)
         assert torch.equal(reference, result.reference) and part.values.any()
 
 
-@pytest.mark.slow  # launches one after the other are quick
+@pytest.mark.slow  # no quick test interrupts a launch
 def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has counted and was not followed by the others must not leave its count."""
     case = Case(torch.bfloat16, SECOND, tokens=200)
@@ -163,7 +163,7 @@ def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkey
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records addresses by the interpreter, which runs without a GPU only")
-@pytest.mark.slow  # smaller tensors are quick
+@pytest.mark.slow  # no quick test has tensors of this size
 @pytest.mark.parametrize("bits", [8, None])
 def test_kernels_address_more_than_2_to_the_31_values(
     triton_kernels, monkeypatch: pytest.MonkeyPatch, bits: int | None

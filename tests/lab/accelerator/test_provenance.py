@@ -187,7 +187,7 @@ def _fill(tensors: Iterable[Tensor]) -> None:
             tensor.copy_((torch.randn(tensor.shape, generator=generator) * 0.05).to(tensor.dtype))
 
 
-@pytest.mark.slow  # single operations are quick
+@pytest.mark.slow  # no quick test runs a whole model here
 @pytest.mark.parametrize("name", ["flux.1-dev", "sd3.5-large", "qwen-image", "wan2.1-14b"])
 def test_v_of_models_goes_first_as_on_gloo_ranks(name: str) -> None:
     [emulated] = ranks.run(statuses, 1, name, True)

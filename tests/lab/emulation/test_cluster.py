@@ -240,7 +240,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow  # the time of a transfer is quick below
+@pytest.mark.slow  # test_transfer_time_is_bytes_over_rate_and_a_shared_link_is_divided_equally is quick
 @pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(

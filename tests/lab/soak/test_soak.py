@@ -213,7 +213,7 @@ def test_termination_is_an_interrupt_and_a_second_one_does_not_disturb_the_end()
 
 
 def fork_while_asked_to_stop(folder: Path) -> None:
-    """Start a job in a process that is asked to stop whenever it forks."""
+    """Start a job in a process that receives SIGTERM before each fork."""
     signal.signal(signal.SIGTERM, soak._interrupt)
     os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
     (folder / "jobs").mkdir()

@@ -91,7 +91,7 @@ def test_falls_back_to_stock(tmp_path: Path, record: dict[str, Any] | None, more
     assert ranks.run(gather, WORLD, options_of(tmp_path, record, **more), 1) == [([], {})] * WORLD
 
 
-@pytest.mark.slow  # without a ring is quick
+@pytest.mark.slow  # test_block_crosses_a_slow_link_once is quick, without a ring
 @pytest.mark.parametrize(
     ("placement", "ring", "sizes"),
     [("outer", 2, "2x4"), ("inner", 4, "2x4"), ("outer", 8, "2x4"), ("inner", 2, "4x2")],

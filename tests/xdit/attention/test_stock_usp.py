@@ -172,6 +172,6 @@ def balance_heads(rank: int) -> None:
     assert "moves heads" in session.runtime.inactive_reason
 
 
-@pytest.mark.slow  # other layers of xDiT are quick
+@pytest.mark.slow  # no quick test moves heads
 def test_balanced_heads_are_lossless() -> None:
     ranks.run(balance_heads, 4)

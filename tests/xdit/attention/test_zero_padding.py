@@ -76,7 +76,7 @@ def pipeline(
     return exact, decibels(run(), exact[0])
 
 
-@pytest.mark.slow  # attention alone is quick
+@pytest.mark.slow  # test_padded_heads_equal_attention is quick
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
     ("world", "ring", "size", "flags"),

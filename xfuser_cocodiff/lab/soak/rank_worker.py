@@ -18,8 +18,8 @@ from xfuser_cocodiff.xdit.launching import rank_engine
 from xfuser_cocodiff.xdit.launching.rank_engine import RankEngine
 
 COLLECT_EVERY = 25
-"""Number of requests after which garbage is collected. Python collects all of it only once a quarter of all objects are
-new, which after imports of 800,000 objects takes hundreds of requests: memory would grow until then."""
+"""Requests between full garbage collections. Python's own wait until new objects exceed a quarter of the 800,000 that
+imports create, which takes hundreds of requests."""
 
 
 @dataclass(frozen=True)

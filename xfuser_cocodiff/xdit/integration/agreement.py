@@ -8,8 +8,8 @@ proposes its config in a round whenever it makes one. A rank with the plugin dis
 as stock xDiT does, and may do so alone. It takes part in the round before xDiT makes its process groups, in which all
 ranks take part; a rank that proposes waits until then.
 
-A service makes a config for each change of its options, so a rank deletes its keys of a round after the next one: all
-ranks have posted to that one, and so have read the round before.
+A rank deletes its keys of a round after it has read the next one: every rank has posted to that one, so none still
+reads the older keys. Otherwise the store would grow with each change of a service's options.
 """
 
 import contextlib
@@ -158,6 +158,6 @@ def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
 
 
 def _delete_own_keys(store: dist.Store, round_key: str) -> None:
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # stores that cannot delete keep them
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # a store of another kind, which keeps them
         for key in (f"{round_key}/{dist.get_rank()}", f"{round_key}/read/{dist.get_rank()}"):
             store.delete_key(key)
