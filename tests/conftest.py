@@ -2,6 +2,7 @@
 
 import atexit
 import fcntl
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -25,7 +26,8 @@ for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would override HF
     os.environ.pop(name, None)
 if torch.accelerator.current_accelerator(check_available=True) is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read at the import of Triton: interpret its kernels on the CPU
-    interpreter.patch_language_once_per_launch()
+    if importlib.util.find_spec("triton"):
+        interpreter.patch_language_once_per_launch()
 
 # On AMX, oneDNN's attention in bfloat16 may have other bits for a part of the queries, and exact mode then keeps heads.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -36,7 +38,7 @@ settings.load_profile("cocodiff")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run slow tests too: each has a quick one beside it")
+    parser.addoption("--all", action="store_true", help="run slow tests too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

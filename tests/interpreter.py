@@ -19,11 +19,11 @@ def patch_language_once_per_launch() -> None:
 
     @functools.cache
     def languages(function: Callable) -> frozenset[int]:
-        modules = (language, language.core)
-        return frozenset(index for index, each in enumerate(modules) if each in function.__globals__.values())
+        used = {id(value) for value in function.__globals__.values()}
+        return frozenset(id(module) for module in (language, language.core) if id(module) in used)
 
     def patch_missing(function: Callable) -> Any:
-        if languages(function) <= in_force:
+        if languages(function) and languages(function) <= in_force:
             return interpreter._LangPatchScope()
         scope, is_launch = patch(function), not in_force
         in_force.update(languages(function))

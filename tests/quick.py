@@ -8,7 +8,7 @@ import pytest
 
 
 def slow(*case: Any) -> Any:
-    """Return a case that is marked slow, because a quick one tests the same behavior."""
+    """Return a case that is marked slow, mostly because a quick one tests the same behavior."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -34,10 +34,10 @@ def pairwise(cases: Iterable[tuple[Hashable, ...]]) -> list:
 
 
 def once(cases: Iterable[tuple[Hashable, ...]]) -> list:
-    """Return few cases that cover every combination of two values; the quick ones have every value at least once."""
+    """Return few cases that cover every combination of three values; the quick ones have every value at least once."""
     cases = list(cases)
     quick = list(covering(cases, 1))
-    return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 2)]))
+    return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 3)]))
 
 
 def covering(cases: Iterable[tuple[Hashable, ...]], together: int) -> Iterator[tuple[Hashable, ...]]:

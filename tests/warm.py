@@ -26,7 +26,7 @@ with contextlib.suppress(ImportError, AttributeError):  # patterns of names of w
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("t5")
 if importlib.util.find_spec("numba"):
     importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
-if os.environ.get("TRITON_INTERPRET"):
+if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
     importlib.import_module("tests.interpreter").patch_language_once_per_launch()
 with mock.patch.dict(os.environ):  # it sets a default rank and port if there are none
     importlib.import_module("xfuser.runner")

@@ -92,7 +92,7 @@ PLANS, XDIT_COLLECTIVES = (
 @pytest.mark.parametrize(
     ("name", "end"),
     slow_but(
-        [("all_gather", signal.SIGKILL)],
+        [("hierarchical", signal.SIGSTOP)],
         [
             *itertools.product([*PLANS, "probe", "survey"], ENDS),
             *((method, signal.SIGKILL) for method in XDIT_COLLECTIVES),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.quick import in_turn, slow
+from tests.quick import in_turn
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -251,7 +251,7 @@ def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: 
     return sent, repeated
 
 
-@pytest.mark.parametrize("single_stage", [slow(True), False], ids=["single stage", "staged"])
+@pytest.mark.parametrize("single_stage", [True, False], ids=["single stage", "staged"])
 @pytest.mark.parametrize(("bad", "sender"), [({2}, 3), (set(range(STEPS)), 0)], ids=["once", "always"])
 @pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
 def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec: Codec, single_stage: bool) -> None:

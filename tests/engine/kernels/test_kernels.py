@@ -6,20 +6,18 @@ import pytest
 import torch
 
 from tests.engine.kernels.case import DEVICE, FIRST, MIDDLE, SECOND, Case, assert_equal_up_to_scales
-from tests.quick import covering, in_turn, once, slow_but
+from tests.quick import in_turn, once, pairwise, slow_but
 from xfuser_cocodiff.engine.kernels import torch_kernels
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, remote_slots, write_remote_slots
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LOCAL_SLOTS = None, FIRST, SECOND, MIDDLE
-CASES = [*itertools.product(DTYPES, LOCAL_SLOTS, (None, *GRIDS), (None, 5), (0.0, 0.5), (False, True))]
-QUICK = [*covering(CASES, 1)]
 
 
 @pytest.mark.parametrize(
     ("dtype", "local_slots", "bits", "active", "gain", "sends_gain"),
-    slow_but(QUICK, dict.fromkeys([*QUICK, *covering(CASES, 3)])),
+    pairwise(itertools.product(DTYPES, LOCAL_SLOTS, (None, *GRIDS), (None, 5), (0.0, 0.5), (False, True))),
     ids=str,
 )
 def test_backends_equal_pytorch(one_pass, dtype, local_slots, bits, active, gain, sends_gain) -> None:

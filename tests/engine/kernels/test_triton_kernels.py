@@ -140,7 +140,6 @@ def test_one_launch_encodes_and_decodes_all_tensors_of_a_message(triton_kernels)
         assert torch.equal(reference, result.reference) and part.values.any()
 
 
-@pytest.mark.slow  # no quick test interrupts a launch
 def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has counted and was not followed by the others must not leave its count."""
     case = Case(torch.bfloat16, SECOND, tokens=200)

@@ -344,7 +344,7 @@ def test_exact_is_not_slower_than_stock_with_the_same_split(scenario: Scenario) 
     assert estimate_step(scenario, stock.split, "exact").step_seconds <= stock.step_seconds * (1 + 1e-9)
 
 
-@pytest.mark.slow  # test_step_time_is_between_the_longest_part_and_the_sum is quick
+@pytest.mark.slow  # no quick test changes the host
 @given(scenario=scenarios)
 @few_examples
 def test_a_slower_host_never_makes_a_step_faster(scenario: Scenario) -> None:

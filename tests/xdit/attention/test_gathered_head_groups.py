@@ -34,7 +34,7 @@ def by_groups(rank: int, groups: int) -> tuple[list[torch.Tensor], list[list[int
     return outputs, list(run.gathered), counts, session.runtime.reports[-1].reference_bytes
 
 
-@pytest.mark.slow  # test_another_number_restarts_references_with_a_keyframe_that_is_not_timed is quick
+@pytest.mark.slow  # no quick test compares outputs of two numbers
 def test_head_groups_change_neither_outputs_nor_memory() -> None:
     found = {groups: ranks.run(by_groups, 4, groups) for groups in (1, 2)}
     for one, two in zip(found[1], found[2], strict=True):

@@ -258,7 +258,7 @@ CASES = {
     "two ranks": Case(3, 3, topology="node=2"),
     "two ranks, text behind": Case(3, 3, joint="rear", topology="node=2"),
 }
-QUICK = ["text behind, six heads", "two ranks"]
+QUICK = ["text behind, six heads", "sparse backend", "two ranks"]
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))

@@ -77,7 +77,7 @@ def test_accelerators_choose_the_number_of_head_groups_by_steps(seconds: dict[in
 @pytest.mark.parametrize(
     ("is_accelerator", "options"),
     [
-        slow(False, {}),
+        (False, {}),
         slow(True, {"overlap": Overlap(head_groups=1)}),
         slow(True, {"overlap": Overlap(v_first=True)}),
         slow(True, {"synchronous": True}),

@@ -91,10 +91,9 @@ def test_falls_back_to_stock(tmp_path: Path, record: dict[str, Any] | None, more
     assert ranks.run(gather, WORLD, options_of(tmp_path, record, **more), 1) == [([], {})] * WORLD
 
 
-@pytest.mark.slow  # test_block_crosses_a_slow_link_once is quick, without a ring
 @pytest.mark.parametrize(
     ("placement", "ring", "sizes"),
-    [("outer", 2, "2x4"), ("inner", 4, "2x4"), ("outer", 8, "2x4"), ("inner", 2, "4x2")],
+    [slow("outer", 2, "2x4"), ("inner", 4, "2x4"), slow("outer", 8, "2x4"), slow("inner", 2, "4x2")],
 )
 def test_gather_over_a_ring_keeps_the_order_of_ranks(tmp_path: Path, placement: str, ring: int, sizes: str) -> None:
     """Ranks of one of the groups are not neighbors, and blocks must be in the order of the sequence."""

@@ -68,8 +68,10 @@ def pipeline(
     degrees = ["--ulysses_degree", str(world // ring), "--ring_degree", str(ring)]
     more = ["--height", str(size), "--width", str(size), "--max_sequence_length", "36", *flags]
     ours = ["--use_cocodiff", "--cocodiff_mode", "exact"] if world > 1 else []
-    run = LossyRun(rank, world, "FLUX.1-dev", *degrees, *more, *ours)
-    exact = [run(), run(height=DIVISIBLE, width=DIVISIBLE)]
+    trace = torch.compile
+    with mock.patch.object(torch, "compile", lambda model, **_: trace(model, backend="aot_eager")):  # takes less time
+        run = LossyRun(rank, world, "FLUX.1-dev", *degrees, *more, *ours)
+        exact = [run(), run(height=DIVISIBLE, width=DIVISIBLE)]
     if world == 1 or ring > 1 or flags:
         return exact, None
     run.use_mode("balanced", "flat", slow_axes=("flat",))

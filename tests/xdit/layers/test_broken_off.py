@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.quick import slow_but
+from tests.quick import in_turn
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
@@ -92,11 +92,7 @@ def interrupted(rank: int, mode: str, declared: bool, gathers_kv: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "declared", "gathers_kv"),
-    slow_but(
-        [("balanced", True, True)],
-        [(*case, gathers_kv) for case in (("balanced", True), ("exact", False)) for gathers_kv in (True, False)],
-    ),
+    ("mode", "declared", "gathers_kv"), in_turn([("balanced", True), ("exact", False)], [True, False])
 )
 def test_an_interrupt_in_attention_leaves_no_state(mode: str, declared: bool, gathers_kv: bool) -> None:
     ranks.run(interrupted, 2, mode, declared, gathers_kv)

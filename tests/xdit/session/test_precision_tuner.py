@@ -11,7 +11,6 @@ import torch
 from tests import ranks
 from tests.engine.compression.test_runtime import partition_on
 from tests.engine.topology.test_planner import profile_of
-from tests.quick import slow
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_schedule_tuner import CPU, FakeClock
 from xfuser_cocodiff.engine.autotune import tuning_cache
@@ -502,7 +501,7 @@ def run_with_links(rank: int, rate: float) -> tuple[list[float], list[bool]]:
     return precisions, equal
 
 
-@pytest.mark.parametrize(("rate", "expected"), [(1e12, LOSSLESS), slow(1.0, SCHEDULED)])
+@pytest.mark.parametrize(("rate", "expected"), [(1e12, LOSSLESS), (1.0, SCHEDULED)])
 def test_links_that_are_known_to_be_fast_or_slow_enough_need_no_trial(rate: float, expected: float) -> None:
     for precisions, equal in ranks.run(run_with_links, 2, rate):
         assert precisions == [SCHEDULED] * 5 + [expected] * 9  # a keyframe, and four timed steps

@@ -104,10 +104,10 @@ class RankWorker:
             if target:
                 injection.keep(error, target)
         outcome.at = time.monotonic()
-        self._num_requests += 1
-        if self._num_requests % COLLECT_EVERY == 0:
-            gc.collect()
         outcome.resources, outcome.decisions = resources.sample(), rank_engine.choices()
+        self._num_requests += 1
+        if self._num_requests % COLLECT_EVERY == 0:  # after the sample, which shows what only cycles hold
+            gc.collect()
         return outcome
 
     def _engine(self, request: Request) -> RankEngine:

@@ -153,11 +153,12 @@ def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
             "nodes"
         ) from None
     reports = [json.loads(store.get(key)) for key in keys]
-    _delete_own_keys(store, previous)
+    if previous:
+        _delete_own_keys(store, previous)
     return reports
 
 
 def _delete_own_keys(store: dist.Store, round_key: str) -> None:
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # a store of another kind, which keeps them
+    with contextlib.suppress(Exception):  # a store of another kind, which keeps them, or one without such keys
         for key in (f"{round_key}/{dist.get_rank()}", f"{round_key}/read/{dist.get_rank()}"):
             store.delete_key(key)
