@@ -217,8 +217,8 @@ FEW_RANKS = [*zip((model for model in CASES if model not in SLOW), itertools.cyc
 EIGHT_RANKS = [(model, 8) for model, _ in FEW_RANKS[::3]]
 """Three axes, for some models: they are below what differs between models."""
 ALL = [*FEW_RANKS, *EIGHT_RANKS, *zip(SLOW, itertools.cycle([8, 4]))]
-QUICK = [each for each in FEW_RANKS if each[0] in ("HunyuanVideo", "ZImageSixHeads")]
-"""Text in the sequence, on two axes; heads that the degree does not divide."""
+QUICK = [each for each in FEW_RANKS if each[0] in ("HunyuanVideo", "CogVideoX", "ZImageSixHeads")]
+"""Text behind the image, and in front of it, on two axes; heads that the degree does not divide."""
 RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in ALL]
 
 

@@ -213,8 +213,7 @@ def evaluate_model(rank: int, model: str, dtype: torch.dtype, *modes: str) -> tu
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.slow  # test_rows_name_the_exchange_that_ran is quick, with pictures
-@pytest.mark.parametrize("model", ["Wan2.1-T2V", "Wan2.2-T2V", "Hunyuanvideo-1.5"])
+@pytest.mark.parametrize("model", slow_but(["Wan2.1-T2V"], ["Wan2.1-T2V", "Wan2.2-T2V", "Hunyuanvideo-1.5"]))
 def test_all_frames_of_videos_are_compared(model: str, tmp_path: Path, capsys) -> None:
     hub.write_cache(Path(os.environ["HF_HOME"]), [model])
     modes = ("balanced", "balanced@bits=1;bits_o=1", "paper@warmup=4")
