@@ -9,7 +9,7 @@ from tests.engine.kernels.case import DEVICE, FIRST, MIDDLE, SECOND, Case, asser
 from tests.quick import in_turn, once, pairwise, slow_but
 from xfuser_cocodiff.engine.kernels import torch_kernels
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, remote_slots, write_remote_slots
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, GAIN_STEPS, remote_slots, write_remote_slots
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LOCAL_SLOTS = None, FIRST, SECOND, MIDDLE
@@ -97,6 +97,16 @@ def test_channel_scales_divide_residuals(one_pass, dtype, dim, bits, active) -> 
         torch.testing.assert_close(found.error_energy.squeeze(), error, rtol=1e-3, atol=1e-5)
         decoded = kernel.decode(payload, prediction, bits, case.active(active), case.target, MIDDLE)
         assert torch.equal(decoded, found.reference) and torch.equal(remote_slots(case.target, MIDDLE), decoded)
+
+
+def test_gains_are_between_0_and_1(one_pass) -> None:
+    """Where values move on faster than before, or back, the gain is the nearest one that does not overshoot."""
+    case = Case(torch.float32, SECOND)
+    factors = torch.tensor([3.0, -1.0], device=DEVICE).view(2, 1, 1, 1, 1)
+    case.values.copy_(case._in_slots(case.reference + factors * (case.reference - case.previous)))
+    for kernel in (one_pass, torch_kernels):
+        _, encoded = case.encoded(kernel, case.prediction(0.5), 4, None, sends_gain=True)
+        assert encoded.gains.tolist() == [GAIN_STEPS, 0]
 
 
 @pytest.mark.parametrize("bits", [None, 2])
