@@ -232,12 +232,15 @@ def test_a_step_whose_batch_may_have_branches_does_not_choose_precisions() -> No
         assert (one.take_load() is not None) == is_known
 
 
-def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe() -> None:
+@pytest.mark.parametrize("in_ring", [False, True])
+def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe(in_ring: bool) -> None:
     """The values of its only branch would fit the reference of another branch, that of the first half."""
-    one = runtime()
+    partition = partition_on("cpu")
+    one = CodecRuntime(partition, "balanced", None, None, lambda values: values, ring_partition=partition)
+    codecs_of = one.ring_codecs if in_ring else one.layer_codecs
     one.begin_run(8)
     for step, in_batch in enumerate((2, 2, 1, 1, 2)):
-        layer_codecs = one.layer_codecs("a", 1, 0, SIZES, batched_branches=in_batch)
+        layer_codecs = codecs_of("a", 1, 0, SIZES, batched_branches=in_batch)
         assert reference_value(layer_codecs) == (in_batch if step in (1, 3) else None)
         set_reference(layer_codecs, in_batch)
         one.end_step()
