@@ -50,3 +50,33 @@ def test_the_store_keeps_the_keys_of_the_last_round_only(store_on_rank_0: bool) 
     for reports, counts in ranks.outcomes(_count_keys_of_rounds, 3, store_on_rank_0=store_on_rank_0):
         assert reports == [[{"rank": rank, "number": number} for rank in range(3)] for number in range(5)]
         assert len({*counts}) == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("no such key"), NotImplementedError()], ids=repr)
+def test_a_store_that_cannot_delete_keeps_its_keys(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A rank that failed here would leave the others in the next collective."""
+
+    class OtherStore:
+        def __init__(self) -> None:
+            self.values: dict[str, bytes] = {}
+
+        def set(self, key: str, value: str) -> None:
+            self.values[key] = value.encode()
+
+        def get(self, key: str) -> bytes:
+            return self.values[key]
+
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            assert {*keys} <= {*self.values}
+
+        def delete_key(self, key: str) -> bool:
+            raise error
+
+    store = OtherStore()
+    monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
+    monkeypatch.setattr(agreement, "_last_round", [""])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    for number in range(2):
+        assert agreement._exchange_reports({"number": number}, timedelta(seconds=1)) == [{"number": number}]
+    assert len(store.values) == 2
