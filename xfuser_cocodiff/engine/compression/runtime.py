@@ -5,18 +5,18 @@ run reads those of another: a run begins without any, however the one before it 
 transformer, the references of the one before it are dropped.
 """
 
-import difflib
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions
+from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions, run_messages
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
+from xfuser_cocodiff.engine.compression.layer_state import LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.precisions import KindLoad, LayerKind, StepLoad
-from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.step_report import StartedReport, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
@@ -25,48 +25,6 @@ _MESSAGES_PER_LAYER = 2
 """Number of messages of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""
 _TENSORS, _GATHERED_TENSORS = 4, 2
 """Number of tensors of a layer that are coded: Q, K, V and O, or K and V where these are gathered."""
-
-
-@dataclass
-class _LayerState:
-    """Link states and statistics of one layer in one branch."""
-
-    layer: str
-    """Name of the layer."""
-    transformer: Hashable
-    """Key of the layer's transformer."""
-    sizes: LayerSizes
-    """Sizes of the layer's tensors."""
-    kind: LayerKind
-    """Kind of the layer, which has one precision; the leading branch's if this one may be coded with it."""
-    planned_bytes: ReferenceBytes
-    """Memory that the layer's references take."""
-    is_exact: bool
-    """Whether the layer is lossless at all steps and has no references, by the schedule or for lack of memory."""
-    single_stage: bool
-    """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`."""
-    gathers_kv: bool = False
-    """Whether K and V are gathered along the slow axes of the Ulysses group."""
-    coding_seconds: tuple[float, float] = (0.0, 0.0)
-    """Link time that coding saves, and host time that it adds; the layer is lossless if it does not save more."""
-    link_states: dict = field(default_factory=dict)
-    """Link states of the Ulysses group."""
-    ring_link_states: dict = field(default_factory=dict)
-    """Link states of the ring."""
-    stats: CodecStats = field(default_factory=CodecStats)
-    """Statistics of the current step."""
-    first_step: int = 0
-    """Step of the layer's first call, at which it has no references."""
-    last_step: int = 0
-    """Step of the layer's last call."""
-    batched_branches: int = 1
-    """Number of branches in the batch of the layer's last call."""
-
-    @property
-    def saves_time(self) -> bool:
-        """Whether coding saves more link time than it adds host time."""
-        saved, added = self.coding_seconds
-        return saved >= added
 
 
 class CodecRuntime:
@@ -118,7 +76,7 @@ class CodecRuntime:
         """Number of layer states that the messages have covered."""
         self._transformers: set[Hashable] = set()
         """Transformers that this run has called."""
-        self._states: dict[tuple[Hashable, int], _LayerState] = {}
+        self._states: dict[tuple[Hashable, int], LayerState] = {}
         """Layer states by layer and branch."""
         self.has_coded_layers = False
         """Whether a layer of this run has asked for codecs."""
@@ -363,7 +321,7 @@ class CodecRuntime:
             batched_branches=batched_branches,
         )
 
-    def _leader_of(self, state: _LayerState, key: Hashable, branch: int) -> _LayerState | None:
+    def _leader_of(self, state: LayerState, key: Hashable, branch: int) -> LayerState | None:
         """Return a layer's state in the branch that leads another one; None where each is coded by itself."""
         leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
         of_both = {(each.is_exact, each.single_stage, each.gathers_kv) for each in (state, leader) if each}
@@ -397,7 +355,7 @@ class CodecRuntime:
         batched_branches: int,
         gathers_kv: bool = False,
         gathers_lossless: bool = False,
-    ) -> _LayerState | None:
+    ) -> LayerState | None:
         """Return the state of a layer, created at its first call; None outside of runs and for lossless layers."""
         self._has_branches |= branch > 0
         if not self.is_running:
@@ -423,7 +381,7 @@ class CodecRuntime:
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 
-    def _codecs_of(self, state: _LayerState, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
+    def _codecs_of(self, state: LayerState, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
         """Return a layer's codecs at this step for given link states, as if there were no other branch."""
         codecs = self.schedule.codecs(self.step, self.total, state.layer)
         precision = self.precision_of(state.kind)
@@ -481,9 +439,9 @@ class CodecRuntime:
         transformer: Hashable,
         sizes: LayerSizes,
         gathers_kv: bool,
-        leader: _LayerState | None,
+        leader: LayerState | None,
         kept: LayerSizes | None,
-    ) -> _LayerState:
+    ) -> LayerState:
         """Return the state of a layer that a branch calls for the first time in this run.
 
         It takes the leading branch's choices that depend on sizes. Prompts differ in length, and two branches on both
@@ -503,7 +461,7 @@ class CodecRuntime:
             is_exact = not self._fits_budget(planned_bytes)
         single_stage = leader.single_stage if leader else self._takes_single_stage(sizes)
         own_kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
-        return _LayerState(
+        return LayerState(
             layer,
             transformer,
             sizes,
@@ -515,7 +473,7 @@ class CodecRuntime:
             coding_seconds,
         )
 
-    def _kept_sizes(self, leader: _LayerState, following: LayerSizes) -> LayerSizes | None:
+    def _kept_sizes(self, leader: LayerState, following: LayerSizes) -> LayerSizes | None:
         """Return the sizes of what a leading branch keeps for another one, of these sizes; None if it is lossless."""
         if leader.is_exact:
             return None
@@ -585,80 +543,41 @@ class CodecRuntime:
 
     def _log(self, report: StepReport) -> None:
         """Log memory, unmatched layer names and the schedule, each unless it was logged before."""
+        lossy = [state for state in self._states.values() if not self.schedule.is_lossless_layer(state.layer)]
         if len(self._states) > self._logged_states:
-            self._log_uncoded()
-            self._log_references()
-            self._log_unmatched_layers()
+            self._log_layers(lossy)
             self._logged_states = len(self._states)
         if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(self._states):
-            mode = f"{self.mode}@{self._overrides}" if self._overrides else self.mode
+            expected = self._expected_quality(any(state.gathers_kv for state in lossy))
             self._log_once(
                 self._info,
-                f"mode {self.mode!r}: {self.schedule}; {self._expectation()}measure this model with cocodiff quality "
-                f"--model NAME --steps {self.total or 'N'} --mode {mode!r}",
+                run_messages.mode_in_use(self.mode, self._overrides, self.schedule, self.total, expected),
             )
 
-    def _expectation(self) -> str:
-        """Return the PSNR that runs like this one have with small trained models, in words."""
-        gathers_kv = any(state.gathers_kv for state in self._lossy_states)
+    def _log_layers(self, lossy: list[LayerState]) -> None:
+        """Log which layers are lossless against the schedule, and why, and the memory of the references of others."""
+        axes = (name for part in (self._partition, self._ring_partition) if part for name in part.slow_axis_names)
+        self._log_once(self._info, run_messages.uncoded(lossy, axes))
+        num_layers, num_branches = len({key for key, _ in self._states}), 1 + max(each for _, each in self._states)
+        coded, has_budget = [state for state in lossy if state.saves_time], self._memory_budget is not None
+        memory = run_messages.reference_memory(coded, num_layers, num_branches, self._int8_references, has_budget)
+        self._log_once(self._info, memory)
+        if warning := run_messages.over_budget(coded, self._memory_budget):
+            self._warn(warning)  # in every run
+        for warning in run_messages.unmatched_layers(self.schedule, (state.layer for state in self._states.values())):
+            self._log_once(self._warn, warning)
+
+    def _expected_quality(self, gathers_kv: bool) -> str:
+        """Return the PSNR that runs like this one have with small trained models, in words; empty if unknown."""
         expected = expected_quality.expected_psnr(self.mode, self.total, self._is_guided, gathers_kv)
         if not expected or self._overrides or self._has_apart_branches:
             return ""
         guidance = "with guidance" if self._is_guided else "without guidance"
-        return f"PSNR {guidance}: {expected_quality.describe(expected)}; "
+        return f"PSNR {guidance}: {expected_quality.describe(expected)}"
 
-    @property
-    def _lossy_states(self) -> list[_LayerState]:
-        """States of the layers that are lossy by the schedule."""
-        return [state for state in self._states.values() if not self.schedule.is_lossless_layer(state.layer)]
-
-    def _log_uncoded(self) -> None:
-        """Say which layers are lossless because the host would take longer to encode them than the links save."""
-        lossy = self._lossy_states
-        uncoded = [state.coding_seconds for state in lossy if not state.saves_time]
-        if uncoded:
-            saved, added = max(uncoded)
-            axes = [name for part in (self._partition, self._ring_partition) if part for name in part.slow_axis_names]
-            self._log_once(
-                self._info,
-                f"{len(uncoded)} of {len(lossy)} layers are lossless: coding would save {1e3 * saved:.2g} ms of "
-                f"communication and add {1e3 * added:.2g} ms of host time to a layer; --cocodiff_slow_axes "
-                f"{','.join(dict.fromkeys(axes))} compresses them anyway",
-            )
-
-    def _log_references(self) -> None:
-        """Log the memory of references, and warn of layers that are lossless for lack of memory."""
-        lossy = [state for state in self._lossy_states if state.saves_time]
-        if not lossy:
-            return
-        full, int8 = (sum(state.planned_bytes[is_int8] for state in lossy) for is_int8 in (False, True))
-        in_use = " (in use)" if self._int8_references else ""
-        limit = "; --cocodiff_memory_budget sets a limit" if self._memory_budget is None else ""
-        layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
-        guidance = f" and {branches} guidance branches" if branches > 1 else ""
-        self._log_once(
-            self._info,
-            f"link references of {layers} layers{guidance}: {full / GIB:.3g} GiB per rank, "
-            f"{int8 / GIB:.3g} GiB in 8 bits{in_use}{limit}",
-        )
-        exact = sum(state.is_exact for state in lossy)
-        if exact and self._memory_budget is not None:
-            self._warn(  # in every run
-                f"{exact} of {len(lossy)} layers are lossless: their link references exceed the memory budget of "
-                f"{self._memory_budget / GIB:.3g} GiB; raise --cocodiff_memory_budget"
-            )
-
-    def _log_unmatched_layers(self) -> None:
-        """Warn of names in the schedule's `exact` that match no layer."""
-        layers = sorted({state.layer for state in self._states.values()})
-        for name in self.schedule.unmatched_layers(layers):
-            prefixes = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
-            nearest = difflib.get_close_matches(name, sorted(prefixes), 3, 0.0)
-            self._log_once(self._warn, f"exact={name} matches no layer; the nearest are {', '.join(nearest)}")
-
-    def _log_once(self, log: Callable[[str], None], message: str) -> None:
-        """Log a message unless it was logged before."""
-        if message not in self._logged:
+    def _log_once(self, log: Callable[[str], None], message: str | None) -> None:
+        """Log a message, if there is one, unless it was logged before."""
+        if message and message not in self._logged:
             self._logged.add(message)
             log(message)
 
