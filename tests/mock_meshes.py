@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
-from xfuser_cocodiff.engine.compression import codecs, link_reference
+from xfuser_cocodiff.engine.compression import active_tokens, link_reference
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.kernels import quantize
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage
@@ -36,7 +36,7 @@ def make_tables() -> None:
     quantize.scale_table, quantize._weights = lambda _: scales, lambda grid, _: weights[grid]
     quantize._digits = lambda grid, _: digits[grid]
     quantize._int8_tables = lambda _: (maxima, scales, scales)
-    codecs._shifts = lambda _: shifts
+    active_tokens._shifts = lambda _: shifts
     link_reference._same_gain = lambda gain, links, _: gains[links]
 
 

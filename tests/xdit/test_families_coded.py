@@ -20,9 +20,9 @@ from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES, LONG_CONTEXT
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.compression import codecs, modes
+from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec, aligned
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.options import MODES
 
@@ -255,7 +255,7 @@ class Messages:
             for name, piece in zip(label.tensors, pieces, strict=True):
                 batch, *rest = piece.shape[-4:]
                 shapes[name] = (links, batch * (1 if layer_codecs.single_stage else partition.num_fast), *rest)
-            flags.append(codecs.aligned(1))
+            flags.append(aligned(1))
             return start(pieces, targets, mesh, layer_codecs, label, *more)
 
         def recorded_gather(tensors: Any, mesh: Any, label: Any, layer_codecs: Any) -> Any:
@@ -263,7 +263,7 @@ class Messages:
                 key, links = (self._step, self._call, False, label.head_group), mesh.topology.size - 1
                 shapes, flags = self.exchanges.setdefault(key, ({}, []))
                 shapes |= {name: (links, *each.shape) for name, each in zip(label.tensors, tensors, strict=True)}
-                flags.append(codecs.aligned(1))
+                flags.append(aligned(1))
             return gather(tensors, mesh, label, layer_codecs)
 
         coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs

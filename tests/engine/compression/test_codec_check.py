@@ -12,7 +12,7 @@ from tests.quick import slow_but
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression import codec_check, codecs, link_reference, message
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.settings.options import MODES
 

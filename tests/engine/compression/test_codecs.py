@@ -7,7 +7,8 @@ import torch
 
 from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
+from xfuser_cocodiff.engine.compression.active_tokens import pack_active, select_tokens, unpack_active
+from xfuser_cocodiff.engine.compression.codec import CHANGE, DRIFT, EXACT, RANDOM, SCORES, Codec, section_bytes
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.kernels import quantize, rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, channel_scales
@@ -17,9 +18,9 @@ SHAPE = (2, 3, 4, 10, 16)
 LOSSY = [
     Codec(bits, token_fraction, score, predictor)
     for bits, token_fraction, score, predictor in itertools.product(
-        (None, *GRIDS), (1.0, 0.5), codecs.SCORES, (0.0, 0.5, ADAPTIVE)
+        (None, *GRIDS), (1.0, 0.5), SCORES, (0.0, 0.5, ADAPTIVE)
     )
-    if (bits or token_fraction < 1) and (token_fraction < 1 or score == codecs.DRIFT)
+    if (bits or token_fraction < 1) and (token_fraction < 1 or score == DRIFT)
 ]
 DRIFTING = slow_but(
     [
@@ -29,7 +30,7 @@ DRIFTING = slow_but(
         Codec(1, 0.5),
         Codec(None, 0.5, predictor=0.5),
     ],
-    [c for c in LOSSY if c.score == codecs.DRIFT],
+    [c for c in LOSSY if c.score == DRIFT],
 )
 
 
@@ -42,13 +43,13 @@ class Link:
     def send(self, values: torch.Tensor, codec: Codec, seed: int = 0) -> torch.Tensor:
         """Return values as the receiver decodes them, from the sections of a message only."""
         links, groups, _, tokens, _ = values.shape
-        mask_bytes, payload_bytes = codecs.section_bytes(codec, "v", values.shape, values.dtype)
+        mask_bytes, payload_bytes = section_bytes(codec, "v", values.shape, values.dtype)
         active = received_active = None
         if codec.selects_tokens:
-            active = codecs.select_tokens(values, self.sent, codec, seed)
+            active = select_tokens(values, self.sent, codec, seed)
             mask = torch.empty(links, mask_bytes, dtype=torch.uint8)
-            codecs.pack_active(active, mask)
-            received_active = codecs.unpack_active(mask, groups, tokens, codec.num_active(tokens))
+            pack_active(active, mask)
+            received_active = unpack_active(mask, groups, tokens, codec.num_active(tokens))
         payload = torch.empty(links, payload_bytes, dtype=torch.uint8)
         codecs.encode([codecs.CodedTensor(values, self.sent, codec, active, payload)])
         received = torch.empty_like(values)
@@ -174,7 +175,7 @@ def test_error_decreases_with_bits_and_tokens() -> None:
 def test_both_ends_agree_after_steps_that_send_nothing(predictor: float | str, is_int8: bool) -> None:
     link, silent, coded = Link(is_int8), Codec(token_fraction=0.0, predictor=predictor), Codec(2, predictor=predictor)
     steps = random_walk(steps=20)
-    assert codecs.section_bytes(silent, "v", SHAPE, torch.float32) == (0, 0)
+    assert section_bytes(silent, "v", SHAPE, torch.float32) == (0, 0)
     for step, values in enumerate(steps):
         codec = EXACT if not step else silent if 8 <= step < 12 else coded
         before = link.received.predict() if step else None
@@ -211,27 +212,27 @@ def test_active_tokens_are_those_with_the_largest_drift() -> None:
 def test_drift_and_change_select_different_tokens() -> None:
     """Move token 0 slowly over several steps, and token 1 at the last step."""
     base = torch.zeros(1, 1, 1, 2, 8)
-    link = {score: Link() for score in (codecs.DRIFT, codecs.CHANGE)}
+    link = {score: Link() for score in (DRIFT, CHANGE)}
     for score, one in link.items():
         codec, values = Codec(token_fraction=0.5, score=score), base.clone()
         one.send(values, EXACT)
         for _ in range(5):
             values = values.clone()
             values[0, 0, 0, 0] += 1.0
-            codecs.select_tokens(values, one.sent, codec, 0)  # nothing is sent
+            select_tokens(values, one.sent, codec, 0)  # nothing is sent
         values = values.clone()
         values[0, 0, 0, 1] += 2.0
-        assert codecs.select_tokens(values, one.sent, codec, 0).indices.item() == {"drift": 0, "change": 1}[score]
+        assert select_tokens(values, one.sent, codec, 0).indices.item() == {"drift": 0, "change": 1}[score]
 
 
 def test_random_selection_is_uniform_and_reproducible() -> None:
     values = torch.zeros(1, 1, 1, 50, 8)
-    codec = Codec(token_fraction=0.2, score=codecs.RANDOM)
-    picks = [codecs.select_tokens(values, LinkReference(), codec, seed).indices for seed in range(200)]
+    codec = Codec(token_fraction=0.2, score=RANDOM)
+    picks = [select_tokens(values, LinkReference(), codec, seed).indices for seed in range(200)]
     counts = torch.bincount(torch.cat(picks, -1).flatten(), minlength=50)
     assert counts.sum() == 2000
     assert counts.min() >= 20 and counts.max() <= 62
-    assert torch.equal(codecs.select_tokens(values, LinkReference(), codec, 3).indices, picks[3])
+    assert torch.equal(select_tokens(values, LinkReference(), codec, 3).indices, picks[3])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs, modes
+from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
+from xfuser_cocodiff.engine.compression.codec import CHANGE, EXACT, RANDOM, Codec, aligned
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_tokens_for, codec_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -72,7 +73,7 @@ class Pairs:
         active = None
         if codec.token_fraction < 1:
             if name in "vo":
-                self.selections[name, source, target] = codecs.select_tokens(values, reference, codec, seed)
+                self.selections[name, source, target] = select_tokens(values, reference, codec, seed)
             active = self.selections[name if name == "o" else "v", source, target]
         if repeated:
             codec, active = EXACT, None
@@ -191,8 +192,8 @@ CASES = [
     ("2x2", ("node",), Codec(4), Codec(2)),
     ("2x2", ("gpu",), Codec(2, predictor=0.5), EXACT),
     ("2x2", ("node", "gpu"), Codec(2, 0.5), Codec(None, 0.5)),
-    ("flat", ("flat",), Codec(None, 0.3, codecs.RANDOM), Codec(1)),
-    ("2x2x2", ("node", "gpu"), Codec(4, 0.4, codecs.CHANGE), Codec(2, 0.6)),
+    ("flat", ("flat",), Codec(None, 0.3, RANDOM), Codec(1)),
+    ("2x2x2", ("node", "gpu"), Codec(4, 0.4, CHANGE), Codec(2, 0.6)),
     ("2x2x2", ("tile",), Codec(8), Codec(8)),
     ("2x2x2", ("node", "tile"), Codec(2), Codec(4)),
     ("2x2", ("node",), EXACT, EXACT),
@@ -253,10 +254,10 @@ def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: 
 
 @pytest.mark.parametrize("single_stage", [True, False], ids=["single stage", "staged"])
 @pytest.mark.parametrize(("bad", "sender"), [({2}, 3), (set(range(STEPS)), 0)], ids=["once", "always"])
-@pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
+@pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, CHANGE)], ids=str)
 def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec: Codec, single_stage: bool) -> None:
     """Compare values bit for bit, and the bytes of both messages; values that stay infinite are repeated every step."""
-    links, flag = 2 if single_stage else 1, codecs.aligned(1)
+    links, flag = 2 if single_stage else 1, aligned(1)
     shapes = [(links, BATCH * 2 // links, HEADS // 4, TOKENS // 4, DIM)] * 3
     once = [
         modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
@@ -305,7 +306,7 @@ def test_abandoned_exchanges_keep_references_equal(how: str) -> None:
 
 
 @pytest.mark.parametrize("keyframe_codec", [EXACT, Codec(8, is_keyframe=True)], ids=str)
-@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
+@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, CHANGE)], ids=str)
 def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_codec: Codec) -> None:
     """Predict nothing from references of another shape."""
     link_states: dict = {}
@@ -388,6 +389,6 @@ def test_virtual_ranks_equal_a_codec_per_pair(
         used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
         shapes = [(1, BATCH * size // virtual.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
         sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)
-        sent -= 2 * codecs.aligned(1)  # virtual messages have no flag
+        sent -= 2 * aligned(1)  # virtual messages have no flag
     assert stats.sent_bytes == size * (virtual.num_slow - 1) * sent
     assert stats.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.num_slow - 1) // virtual.num_slow

@@ -17,8 +17,10 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import Codec, CodedTensor, Lead
+from xfuser_cocodiff.engine.compression.codec import Codec, aligned
+from xfuser_cocodiff.engine.compression.codecs import CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, joint_for
+from xfuser_cocodiff.engine.compression.lead import Lead
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
@@ -46,7 +48,7 @@ def coded(values: torch.Tensor, bits: float) -> torch.Tensor:
     return dequantize(packed, scales, bits, values.shape[-1])
 
 
-def aligned(leading: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def at_tokens_of(values: torch.Tensor, leading: torch.Tensor) -> torch.Tensor:
     """Return values of branch 0 at the tokens of another branch, which may have more or fewer at the beginning."""
     missing = values.shape[2] - leading.shape[2]
     zeros = torch.zeros(*values.shape[:2], max(0, missing), DIM)
@@ -83,7 +85,7 @@ class Definition:
         """
         base = expected = torch.zeros_like(values)
         if branch:
-            base, expected = (self.weight * aligned(each, values) for each in (leading, self.references[0][0]))
+            base, expected = (self.weight * at_tokens_of(values, each) for each in (leading, self.references[0][0]))
         known = self.references.get(branch, [])
         if is_repeated:
             decoded = values.nan_to_num(0.0)
@@ -282,7 +284,7 @@ def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch:
     links = size // 2 if single_stage else 1
     of_link = links, branches * batch * (size // 2 // links), HEADS // size, TOKENS // size, DIM
     predicted = predicted_bytes(settings, ("qkv", "o"), of_link, branches)
-    flag_of_v = links * codecs.aligned(1)  # V goes first, in a message of its own
+    flag_of_v = links * aligned(1)  # V goes first, in a message of its own
     assert [report.sent_bytes for report in runtime.reports] == [each + flag_of_v for each in predicted]
     return ends(runtime)
 

@@ -2,7 +2,9 @@
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import CHANGE, EXACT, Codec, CodedTensor, encode, select_tokens
+from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
+from xfuser_cocodiff.engine.compression.codec import CHANGE, EXACT, Codec
+from xfuser_cocodiff.engine.compression.codecs import CodedTensor, encode
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 
 SHAPE = 1, 1, 1, 8, 16

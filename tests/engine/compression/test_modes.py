@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.codecs import CHANGE, EXACT
+from xfuser_cocodiff.engine.compression.codec import CHANGE, EXACT
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 
 

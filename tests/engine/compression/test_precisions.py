@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.compression.test_runtime import SIZES, partition_on
 from xfuser_cocodiff.engine.compression import codecs, modes
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.precisions import (

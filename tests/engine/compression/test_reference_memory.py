@@ -9,6 +9,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
 from xfuser_cocodiff.engine.compression.layer_codecs import LinkState
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
@@ -38,7 +39,7 @@ def run_steps(link_states: dict, schedule: CodecSchedule, dtype: torch.dtype, is
         for step in range(steps):
             codec = schedule.codecs(step, 9)[name]
             values = torch.randn(SHAPE, generator=generator).to(dtype)
-            active = codecs.select_tokens(values, link_state.sent, codec, 0) if codec.token_fraction < 1 else None
+            active = select_tokens(values, link_state.sent, codec, 0) if codec.token_fraction < 1 else None
             payload = torch.empty(len(values), codec.payload_bytes(SHAPE, dtype), dtype=torch.uint8)
             codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, active, payload)])
             codecs.decode([codecs.CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)])

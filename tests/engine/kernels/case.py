@@ -2,7 +2,7 @@
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.kernels.quantize import tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,

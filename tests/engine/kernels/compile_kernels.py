@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tests.engine.kernels.case import Case
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.kernels import triton_kernels
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, MessagePart
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.kernels.case import FIRST, HAS_GPU, SECOND, Case
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.kernels import numba_kernels, numba_loops, quantize
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Prediction
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.kernels.case import DEVICE, HAS_GPU, SECOND, Case
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, MessagePart, Prediction
 
 

@@ -13,7 +13,8 @@ import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression.codecs import Codec, CodedTensor, decode, encode
+from xfuser_cocodiff.engine.compression.codec import Codec
+from xfuser_cocodiff.engine.compression.codecs import CodedTensor, decode, encode
 from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology import devices

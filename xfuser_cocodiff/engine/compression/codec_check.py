@@ -20,7 +20,8 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
-from xfuser_cocodiff.engine.compression.codecs import Codec, Lead, decoded_values
+from xfuser_cocodiff.engine.compression.codec import Codec
+from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
 from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.compression.modes import (
     DEFAULT_STEPS,

@@ -4,218 +4,22 @@ Both ends of a link hold the same link reference: the values that the receiver d
 residual to a prediction from that reference, and the sender updates its reference by the same arithmetic as the
 receiver. What a step leaves out is therefore part of the next step's residual: error feedback without extra traffic.
 
-Branches of classifier-free guidance may be coded together. Of a following branch, the difference to the leading branch
-is coded, against a reference of that difference. The sender subtracts the true values of the leading branch, and the
-receiver adds those that it has decoded. So both branches have the error of the leading one, and most of it cancels in
-the guided sum, which amplifies errors that differ.
-
-Sizes in shapes: P slots, one per destination; L links, the slots of other ranks; G groups of tokens, H heads, T tokens,
-D head dim. A group has the tokens of one sample from one rank.
+Sizes in shapes: those of codec.py.
 """
 
-import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference, SentValues
+from xfuser_cocodiff.engine.compression.codec import Codec
+from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import quantize, rows
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Base, EncodeResult, MessagePart, Prediction
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, EncodeResult, MessagePart, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.engine.topology import devices
-
-DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
-"""Scores by which active tokens are selected: distance from the prediction, from the step before, or random."""
-TOKEN_DIM = 3
-"""Dim of the tokens in values (L, G, H, T, D)."""
-SELECTING = "vo"
-"""Tensors that select their own active tokens; Q and K use V's selection."""
-
-
-@dataclass(frozen=True)
-class Codec:
-    """How a tensor is encoded: bits per value, active tokens, and prediction."""
-
-    bits: float | None = None
-    """Bits per value of the residual, one of quantize.GRIDS; None sends the values themselves."""
-    token_fraction: float = 1.0
-    """Fraction of the tokens that is sent, those with the highest scores; 0 sends nothing. Receivers predict
-    the other tokens."""
-    score: str = DRIFT
-    """Score that selects active tokens, one of SCORES."""
-    predictor: float | str = 0.0
-    """Gain at which both ends extrapolate the reference's last change, from 0 to 1; ADAPTIVE sends an estimate of it in
-    the payload."""
-    is_keyframe: bool = False
-    """Whether values are encoded without a reference, as at the first step."""
-
-    def __post_init__(self) -> None:
-        is_valid = 0 <= self.token_fraction <= 1 and self.score in SCORES
-        has_values = self.bits is not None or not self.is_keyframe
-        if self.bits not in (None, *GRIDS) or not (is_valid and has_values):
-            raise ValueError(
-                f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, token_fraction is 0 to 1, scores are "
-                f"{', '.join(SCORES)}"
-            )
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the codec is lossless."""
-        return self.bits is None and self.token_fraction == 1
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether the payload is empty."""
-        return self.token_fraction == 0
-
-    @property
-    def selects_tokens(self) -> bool:
-        """Whether only active tokens are sent."""
-        return 0 < self.token_fraction < 1
-
-    def num_active(self, tokens: int) -> int:
-        """Return the number of active tokens among `tokens`."""
-        return math.ceil(self.token_fraction * tokens)
-
-    def payload_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the payload bytes of one link for a tensor (L, G, H, T, D), without the token mask."""
-        if self.is_exact or self.sends_nothing:
-            return math.prod(shape[1:]) * dtype.itemsize if self.is_exact else 0
-        _, groups, heads, tokens, dim = shape
-        sent = groups * heads * self.num_active(tokens)
-        if self.bits is None:
-            return sent * dim * dtype.itemsize + self._gain_bytes
-        row_tokens = tokens_per_row(self.bits, dim, tokens, self.token_fraction == 1)
-        rows, channels = sent // row_tokens, heads * dim if self.is_keyframe else 0
-        return level_bytes(self.bits, rows, row_tokens * dim) + rows + self._gain_bytes + channels
-
-    @property
-    def _gain_bytes(self) -> int:
-        return GAIN_BYTES if self.sends_gain else 0
-
-    @property
-    def sends_gain(self) -> bool:
-        """Whether the payload carries the sender's gain."""
-        return self.predictor == ADAPTIVE and not (self.is_exact or self.sends_nothing or self.is_keyframe)
-
-    @property
-    def sends_values(self) -> bool:
-        """Whether values are sent unquantized; then no difference to another branch is coded."""
-        return self.bits is None and not self.sends_nothing
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether no reference is needed."""
-        return self.is_exact or self.is_keyframe
-
-    def __str__(self) -> str:
-        parts = [] if self.bits is None else [f"{self.bits:g} bits"]
-        parts += [f"{self.token_fraction:g} of the tokens by {self.score}"] if self.selects_tokens else []
-        parts += ["nothing sent"] if self.sends_nothing else []
-        parts += [f"predictor {self.predictor}"] if self.predictor else []
-        parts += ["keyframe"] if self.is_keyframe else []
-        return ", ".join(parts) or "exact"
-
-
-EXACT = Codec()
-
-
-class Lead(NamedTuple):
-    """The leading branch of a tensor at one end of its links, for a branch that follows it."""
-
-    reference: LinkReference
-    """Reference of the leading branch at this end; its weight is 0."""
-    weight: float
-    """Weight of the leading branch in the difference that is coded; 0 to code the values by themselves."""
-    next_weight: float
-    """Weight of the leading branch in the reference that is left for the next step."""
-    sent: SentValues | None = None
-    """At the sender, the values that the leading branch has sent in this step, if they are subtracted."""
-    tokens: int | None = None
-    """Number of tokens of the following branch; None if it is the leading one's."""
-    blocks: int = 1
-    """Number of blocks of adjacent tokens, of different ranks."""
-
-    @property
-    def base(self) -> Base | None:
-        """What is subtracted before encoding and added after decoding; None if nothing is."""
-        if not self.weight:
-            return None
-        return Base(self._aligned(self.sent.read()) if self.sent else self.decoded(), self.weight)
-
-    def decoded(self) -> torch.Tensor:
-        """Return what both ends hold of the leading branch, by the tokens of the following one, (L, G, H, T, D)."""
-        return self._aligned(self.reference.predict())
-
-    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values by the tokens of the following branch, zeros for those that only that branch has.
-
-        Branches differ in the length of their text, which is before the image in models with two calls.
-        """
-        if self.tokens is None:
-            return values
-        by_block = values.unflatten(TOKEN_DIM, (self.blocks, -1))
-        missing = self.tokens // self.blocks - by_block.shape[TOKEN_DIM + 1]
-        return functional.pad(by_block, (0, 0, missing, 0)).flatten(TOKEN_DIM, TOKEN_DIM + 1)
-
-    def alone(self) -> "Lead":
-        """Return the lead of a tensor whose values are coded by themselves after all."""
-        return self._replace(weight=0.0, sent=None)
-
-    def prepare(self, reference: LinkReference, codec: Codec) -> None:
-        """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
-        if not codec.is_stateless:
-            self.rebase(reference, self.weight)
-
-    def rebase(self, reference: LinkReference, weight: float) -> None:
-        """Convert the following branch's reference to one with another weight of the leading branch."""
-        if weight != reference.weight:
-            values = reference.predict() + self.decoded() * (reference.weight - weight)
-            reference.advance(values, keeps_previous=False, weight=weight)
-
-
-def select_tokens(
-    values: torch.Tensor,
-    reference: LinkReference,
-    codec: Codec,
-    seed: int,
-    local_slots: range | None = None,
-    lead: Lead | None = None,
-) -> ActiveTokens:
-    """Return the active tokens of each group: those with the highest scores.
-
-    Args:
-        values: (P, G, H, T, D).
-        reference: the sender's.
-        codec: gives the number of tokens and the score.
-        seed: seed of random scores.
-        local_slots: slots of this rank, which are skipped; None for none.
-        lead: leading branch that the reference was prepared for; None if there is none.
-    """
-    tokens = values.shape[TOKEN_DIM]
-    if codec.score == RANDOM:
-        generator = torch.Generator().manual_seed(seed)
-        links = rows.num_links(len(values), local_slots)
-        # From pinned memory, so that the host does not wait for the copy.
-        pins = devices.capabilities(values.device.type).is_asynchronous
-        scores = torch.rand(tokens, generator=generator, pin_memory=pins)
-        scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
-    elif codec.score == CHANGE:
-        values = rows.remote_slots(values, local_slots)
-        last = decoded_values(reference, lead) if reference.last_values is None else reference.last_values
-        scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
-        reference.last_values = values.clone(memory_format=torch.contiguous_format)
-    else:
-        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots, lead.base if lead else None)
-    count = codec.num_active(tokens)
-    mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
-    return ActiveTokens(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
 
 
 class QuantError(NamedTuple):
@@ -391,14 +195,6 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
             tensor.lead.rebase(tensor.reference, tensor.lead.next_weight)
 
 
-def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
-    """Return the values that receivers have decoded, (L, G, H, T, D)."""
-    decoded = reference.predict()
-    if lead is None or not reference.weight:
-        return decoded
-    return (decoded.float() + reference.weight * lead.decoded().float()).to(decoded.dtype)
-
-
 def _prediction(
     codec: Codec, reference: LinkReference, like: torch.Tensor, local_slots: range | None
 ) -> Prediction | None:
@@ -407,54 +203,3 @@ def _prediction(
         zeros = like.new_zeros(rows.num_links(len(like), local_slots), *like.shape[1:])
         return Prediction(zeros, channel_scales=reference.channel_scales)
     return None if codec.is_exact else reference.prediction(codec.predictor)
-
-
-def pack_active(active: ActiveTokens, section: torch.Tensor, local_slots: range | None = None) -> None:
-    """Write active tokens as one bit per token to a section uint8 (P, n), except for the local slots."""
-    bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(section.device)
-    rows.write_remote_slots(section, bits.sum(-1, dtype=torch.uint8).flatten(1), local_slots)
-
-
-def unpack_active(
-    section: torch.Tensor, groups: int, tokens: int, count: int, local_slots: range | None = None
-) -> ActiveTokens:
-    """Read active tokens; the inverse of :func:`pack_active`, without a device sync.
-
-    Args:
-        section: uint8 (P, n).
-        groups: G.
-        tokens: T.
-        count: number of active tokens per group.
-        local_slots: slots of this rank, which are skipped; None for none.
-    """
-    packed = rows.remote_slots(section, local_slots).unflatten(1, (groups, -1, 1))
-    return ActiveTokens((packed >> _shifts(section.device)).bitwise_and_(1).flatten(-2), tokens, count)
-
-
-@functools.cache
-def _shifts(device: torch.device) -> torch.Tensor:
-    """Return the shifts of the bits of a byte, uint8 (8)."""
-    return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-ALIGNMENT = 64
-"""Alignment of the sections of a message in bytes, so that values can be read in place."""
-
-
-def aligned(size: int) -> int:
-    """Return a section's bytes with its padding."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@functools.lru_cache(maxsize=1024)  # called four times for each tensor of a message
-def section_bytes(codec: Codec, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of a tensor's two sections for one link: its token mask, or 0 without one, and its payload.
-
-    Args:
-        codec: the tensor's.
-        name: name of the tensor, which begins with its letter.
-        shape: (L, G, H, T, D) of the values that cross the links.
-        dtype: type of the values.
-    """
-    mask = shape[1] * -(-shape[TOKEN_DIM] // 8) if codec.selects_tokens and name[0] in SELECTING else 0
-    return mask, codec.payload_bytes(shape, dtype)

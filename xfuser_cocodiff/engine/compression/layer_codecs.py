@@ -12,9 +12,11 @@ import torch
 
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
-from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Lead, QuantError
+from xfuser_cocodiff.engine.compression.codec import EXACT, SELECTING, TOKEN_DIM, Codec
+from xfuser_cocodiff.engine.compression.codecs import QuantError
+from xfuser_cocodiff.engine.compression.lead import Lead
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import to_int8
@@ -231,7 +233,7 @@ def joint_for(
     is_current = sent is not None and (sent.step, sent.dtype) == (layer_codecs.step, dtype)
     is_current = is_current and _can_align(sent.shape, shape, layer_codecs.token_blocks)
     known = sent.shape if is_current else leader.sent.shape if leader.sent.has_values else shape
-    tokens = None if tuple(known) == tuple(shape) else shape[codecs.TOKEN_DIM]
+    tokens = None if tuple(known) == tuple(shape) else shape[TOKEN_DIM]
     aligned = tokens, layer_codecs.token_blocks or 1
     if leader.in_flight or not is_current or (codec.sends_values and not codec.is_stateless):
         return Joint(leader, 0.0, 0.0, *aligned)
@@ -240,10 +242,10 @@ def joint_for(
 
 def _can_align(leading: Sequence[int], shape: Sequence[int], blocks: int | None) -> bool:
     """Return whether values of two branches have the same shape, but for the number of tokens in each block."""
-    tokens = leading[codecs.TOKEN_DIM], shape[codecs.TOKEN_DIM]
+    tokens = leading[TOKEN_DIM], shape[TOKEN_DIM]
     if tokens[0] == tokens[1] or blocks is None:
         return tuple(leading) == tuple(shape)
-    others = ([*each[: codecs.TOKEN_DIM], *each[codecs.TOKEN_DIM + 1 :]] for each in (leading, shape))
+    others = ([*each[:TOKEN_DIM], *each[TOKEN_DIM + 1 :]] for each in (leading, shape))
     return next(others) == next(others) and all(count % blocks == 0 for count in tokens)
 
 
@@ -265,9 +267,9 @@ def codec_for(
         return layer_codecs.keyframe_codec
     if link_state.sent.weight and not _has_leader(layer_codecs, name, head_group, shape):
         return layer_codecs.keyframe_codec
-    if codec.selects_tokens and name[0] not in codecs.SELECTING:
+    if codec.selects_tokens and name[0] not in SELECTING:
         selection = layer_codecs.selections.get((selecting_name(name), head_group))
-        if selection is None or selection.sent.tokens != shape[codecs.TOKEN_DIM]:
+        if selection is None or selection.sent.tokens != shape[TOKEN_DIM]:
             return replace(codec, token_fraction=1.0)
     return codec
 
@@ -301,9 +303,9 @@ def active_tokens_for(
     """
     if not codec.selects_tokens:
         return None
-    if name[0] in codecs.SELECTING:
+    if name[0] in SELECTING:
         reference = layer_codecs.link_state(name, head_group).sent
-        active = codecs.select_tokens(values, reference, codec, layer_codecs.step, local_slots, lead)
+        active = select_tokens(values, reference, codec, layer_codecs.step, local_slots, lead)
         layer_codecs.selections[name, head_group] = Selection(active)
         return active
     return layer_codecs.selections[selecting_name(name), head_group].sent
@@ -311,7 +313,7 @@ def active_tokens_for(
 
 def selecting_name(name: str) -> str:
     """Return the name of the tensor whose active tokens a tensor has: its own, or that of V in the same branch."""
-    return name if name[0] in codecs.SELECTING else f"v{name[1:]}"
+    return name if name[0] in SELECTING else f"v{name[1:]}"
 
 
 def is_finite(error: QuantError) -> bool:

@@ -13,7 +13,9 @@ import torch
 
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, CodedTensor
+from xfuser_cocodiff.engine.compression.active_tokens import pack_active, unpack_active
+from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, aligned, section_bytes
+from xfuser_cocodiff.engine.compression.codecs import CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     Joint,
     LayerCodecs,
@@ -115,7 +117,7 @@ class Message:
         for name, mask, payload in self._sections(buffer):
             tokens, joint = active.get(name), self._joints[name]
             if mask.nbytes and tokens:
-                codecs.pack_active(tokens, mask, self._unsent_slots)
+                pack_active(tokens, mask, self._unsent_slots)
             link_state, lead = self._link_state(name), joint.at_sender() if joint else None
             how = link_state.sent, self._codecs[name], tokens, payload, self._unsent_slots, lead
             tensors.append(CodedTensor(self._by_name[name], *how, link_state.sent_values))
@@ -192,7 +194,7 @@ class Message:
             if mask.nbytes:
                 _, groups, _, tokens, _ = self._by_name[name].shape
                 count = self._codecs[name].num_active(tokens)
-                active = codecs.unpack_active(mask, groups, tokens, count, self._local_slots)
+                active = unpack_active(mask, groups, tokens, count, self._local_slots)
                 self._layer_codecs.selections[name, self._head_group].received = active
 
     def _received_tokens(self, name: str) -> ActiveTokens | None:
@@ -214,8 +216,8 @@ class Message:
         """Return the bytes of each section of a slot's message, each followed by the bytes of its padding."""
         sizes = [_FLAG_BYTES]
         for name, values in self._by_name.items():
-            sizes += codecs.section_bytes(self._codecs[name], name, self._link_shape(values), values.dtype)
-        return [part for size in sizes for part in (size, codecs.aligned(size) - size)]
+            sizes += section_bytes(self._codecs[name], name, self._link_shape(values), values.dtype)
+        return [part for size in sizes for part in (size, aligned(size) - size)]
 
     def _sections(self, buffer: torch.Tensor) -> list[_Section]:
         """Return the sections of all tensors in a buffer (P, bytes), as views."""

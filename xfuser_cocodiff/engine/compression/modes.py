@@ -9,7 +9,7 @@ import torch
 
 from xfuser_cocodiff.engine.compression import bit_allocation
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, MAX_JOINT, NOT_SENT, BitAllocation
-from xfuser_cocodiff.engine.compression.codecs import (
+from xfuser_cocodiff.engine.compression.codec import (
     CHANGE,
     DRIFT,
     EXACT,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
-from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import CHANGE
+from xfuser_cocodiff.engine.compression.codec import CHANGE
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 
 GIB = 2**30

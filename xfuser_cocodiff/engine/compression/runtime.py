@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions, run_messages
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import EXACT
+from xfuser_cocodiff.engine.compression.codec import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.layer_state import LayerState

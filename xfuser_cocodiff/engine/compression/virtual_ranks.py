@@ -21,7 +21,8 @@ from torch.nn import functional
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.codecs import EXACT, CodedTensor
+from xfuser_cocodiff.engine.compression.codec import EXACT, aligned, section_bytes
+from xfuser_cocodiff.engine.compression.codecs import CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     LayerCodecs,
     active_tokens_for,
@@ -29,6 +30,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
     is_finite,
     joint_for,
 )
+from xfuser_cocodiff.engine.compression.lead import decoded_values
 from xfuser_cocodiff.engine.topology.planner import has_outermost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -262,11 +264,11 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         lead.prepare(reference, codec)
     active = active_tokens_for(*of_tensor, values, codec, lead=lead)
     layer_codecs.note_sent(name, ALL_HEADS, values, None)
-    sizes = codecs.section_bytes(codec, name, values.shape, values.dtype)
+    sizes = section_bytes(codec, name, values.shape, values.dtype)
     payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
     sent = link_state.sent_values
     [error] = codecs.encode([CodedTensor(values, reference, codec, active, payload, None, lead, sent)])
-    stats.sent_bytes += copies * len(values) * sum(map(codecs.aligned, sizes))
+    stats.sent_bytes += copies * len(values) * sum(map(aligned, sizes))
     stats.exact_bytes += copies * values.nbytes
     if error:
         stats.quant_errors.append(error)
@@ -276,4 +278,4 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         payload, lead = torch.empty_like(values).flatten(1).view(torch.uint8), lead and lead.alone()
         codecs.encode([CodedTensor(values, reference, EXACT, None, payload, lead=lead)])
         return values
-    return values if codec.is_exact else codecs.decoded_values(reference, lead)
+    return values if codec.is_exact else decoded_values(reference, lead)

@@ -1,0 +1,79 @@
+"""Branches of classifier-free guidance that are coded together: one leads, the others follow.
+
+Of a following branch, the difference to the leading branch is coded, against a reference of that difference. The sender
+subtracts the true values of the leading branch, and the receiver adds those that it has decoded. So both branches have
+the error of the leading one, and most of it cancels in the guided sum, which amplifies errors that differ.
+
+Sizes in shapes: those of codec.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from xfuser_cocodiff.engine.compression.codec import TOKEN_DIM, Codec
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.kernels.rows import Base
+
+
+class Lead(NamedTuple):
+    """The leading branch of a tensor at one end of its links, for a branch that follows it."""
+
+    reference: LinkReference
+    """Reference of the leading branch at this end; its weight is 0."""
+    weight: float
+    """Weight of the leading branch in the difference that is coded; 0 to code the values by themselves."""
+    next_weight: float
+    """Weight of the leading branch in the reference that is left for the next step."""
+    sent: SentValues | None = None
+    """At the sender, the values that the leading branch has sent in this step, if they are subtracted."""
+    tokens: int | None = None
+    """Number of tokens of the following branch; None if it is the leading one's."""
+    blocks: int = 1
+    """Number of blocks of adjacent tokens, of different ranks."""
+
+    @property
+    def base(self) -> Base | None:
+        """What is subtracted before encoding and added after decoding; None if nothing is."""
+        if not self.weight:
+            return None
+        return Base(self._aligned(self.sent.read()) if self.sent else self.decoded(), self.weight)
+
+    def decoded(self) -> torch.Tensor:
+        """Return what both ends hold of the leading branch, by the tokens of the following one, (L, G, H, T, D)."""
+        return self._aligned(self.reference.predict())
+
+    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values by the tokens of the following branch, zeros for those that only that branch has.
+
+        Branches differ in the length of their text, which is before the image in models with two calls.
+        """
+        if self.tokens is None:
+            return values
+        by_block = values.unflatten(TOKEN_DIM, (self.blocks, -1))
+        missing = self.tokens // self.blocks - by_block.shape[TOKEN_DIM + 1]
+        return functional.pad(by_block, (0, 0, missing, 0)).flatten(TOKEN_DIM, TOKEN_DIM + 1)
+
+    def alone(self) -> "Lead":
+        """Return the lead of a tensor whose values are coded by themselves after all."""
+        return self._replace(weight=0.0, sent=None)
+
+    def prepare(self, reference: LinkReference, codec: Codec) -> None:
+        """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
+        if not codec.is_stateless:
+            self.rebase(reference, self.weight)
+
+    def rebase(self, reference: LinkReference, weight: float) -> None:
+        """Convert the following branch's reference to one with another weight of the leading branch."""
+        if weight != reference.weight:
+            values = reference.predict() + self.decoded() * (reference.weight - weight)
+            reference.advance(values, keeps_previous=False, weight=weight)
+
+
+def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
+    """Return the values that receivers have decoded, (L, G, H, T, D)."""
+    decoded = reference.predict()
+    if lead is None or not reference.weight:
+        return decoded
+    return (decoded.float() + reference.weight * lead.decoded().float()).to(decoded.dtype)
