@@ -131,17 +131,19 @@ def test_the_script_runs_a_stage_on_the_first_visible_gpu(tmp_path: Path) -> Non
 
 @pytest.mark.slow  # the dry run of all facts has no processes of its own
 def test_facts_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    known = [{"fact": name, "stage": "C", "status": "ok", "result": {}} for name in ("layers", "compiled")]
+    (tmp_path / runner.FACTS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in known))
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "xfuser_cocodiff.lab.one_gpu", str(tmp_path), "C", "--dry-run"]
     fact_process.run_command(command, 500, environment)
     assert {name: line["status"] for name, line in runner.known_facts(tmp_path).items()} == {
         "layers": "ok",
+        "compiled": "ok",
         "host_waits": "not available",
         "host_bound": "ok",
-        "compiled": "ok",
     }
     with tarfile.open(tmp_path / "stage-C.tar.gz") as archive:
-        assert {"facts.jsonl", "layers.log"} <= {*archive.getnames()}
+        assert {"facts.jsonl", "host_bound.log"} <= {*archive.getnames()}
 
 
 def test_ranks_end_with_the_fact_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
