@@ -247,7 +247,7 @@ def test_the_laptop_quickstart_runs_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # test_commands_are_valid has all of them
-@pytest.mark.parametrize("page", ["docs/quickstart/one_node.md"])
+@pytest.mark.parametrize("page", ["docs/quickstart/pcie_box.md", "docs/quickstart/one_node.md"])
 def test_commands_run_with_a_small_model(page: str, hub: Path, tmp_path: Path) -> None:
     """Leave out `cocodiff compare`, which the laptop quickstart runs."""
     blocks = [block for block in runnable(page, "torchrun", "cocodiff") if "cocodiff compare" not in block]

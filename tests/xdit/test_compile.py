@@ -251,6 +251,8 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
     [
         ("FLUX.2-dev", 4, 4, "2x2", []),
         ("Qwen-Image", 2, 2, "node=2", []),
+        ("SD3.5", 4, 2, "node=2", ["--use_cfg_parallel"]),  # two Ulysses groups
+        ("SD3.5", 4, 2, "node=2", ["--ring_degree", "2"]),
     ],
 )
 def test_compiled_pipelines_equal_stock_without_more_graphs(
