@@ -41,8 +41,7 @@ setup(
     ],
     extras_require={
         # xfuser imports triton without declaring it; on an XPU build of PyTorch the name belongs to another package.
-        # Numba compiles what codes values on CPUs.
-        "cpu": ["triton", "numba"],
+        "cpu": ["triton"],
         "report": REPORT,
         "models": MODELS,
         # For xDiT's Ray pipelines and its HTTP service, which it does not declare either.

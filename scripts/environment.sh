@@ -36,7 +36,7 @@ if [ "$(cat "$stamp" 2> /dev/null)" != "$required" ]; then
     python -c 'import torch' 2> /dev/null ||
         python -m pip install --quiet ${COCODIFF_TORCH_INDEX:+--index-url "$COCODIFF_TORCH_INDEX"} "${COCODIFF_TORCH:-torch==2.13.0}"
     extras="test"
-    python -c 'import triton, numba' 2> /dev/null || extras=test,cpu
+    python -c 'import triton' 2> /dev/null || extras=test,cpu
     python -m pip install --quiet --editable ".[$extras]"
     echo "$required" > "$stamp"
 fi

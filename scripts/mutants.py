@@ -39,7 +39,7 @@ ROOT, PACKAGE = Path(__file__).resolve().parents[1], "xfuser_cocodiff"
 KILLED, SURVIVED, HUNG, UNSOUND = "killed", "survived", "hung", "unsound"
 ENOUGH = 0.9
 """Fraction of the bugs that tests must notice."""
-_LIBRARIES = ("torch", "numpy", "pytest", "hypothesis", "numba", "transformers", "diffusers.pipelines.pipeline_utils")
+_LIBRARIES = ("torch", "numpy", "pytest", "hypothesis", "transformers", "diffusers.pipelines.pipeline_utils")
 """Libraries that take long to import, none of which imports the project or xDiT, which it patches."""
 _NO_ENTRY_POINTS = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _ALL_PASSED, _NOTHING_RAN = 0, (3, 4, 5)
@@ -82,12 +82,11 @@ def read(file: Path = ROOT / "tests" / "mutants.toml") -> list[Mutant]:
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy the files of the checkout that git does not ignore, and code that Numba has cached for the same times."""
+    """Copy the files of the checkout that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE
     )
-    cached = (ROOT / PACKAGE).rglob("__pycache__/*.nb?")
-    for name in [*filter(None, listed.stdout.decode().split("\0")), *(str(file.relative_to(ROOT)) for file in cached)]:
+    for name in filter(None, listed.stdout.decode().split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)

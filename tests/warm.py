@@ -24,8 +24,6 @@ importlib.import_module("xfuser_cocodiff.engine.autotune.link_probe")._LAST_BYTE
 importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
 with contextlib.suppress(ImportError, AttributeError):  # patterns of names of weights, which take a fifth of a second
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("t5")
-if importlib.util.find_spec("numba"):
-    importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
 if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
     importlib.import_module("tests.interpreter").patch_language_once_per_launch()
 with mock.patch.dict(os.environ):  # it sets a default rank and port if there are none

@@ -129,7 +129,7 @@ def _add_kernels(subjects: Any) -> None:
         "and Qwen-Image, and the host time of a layer's all-to-alls.",
     )
     parser.add_argument("--degree", type=int, default=8, help="Ulysses degree, on two nodes (%(default)s)")
-    parser.add_argument("--kernels", default="auto", help="auto, triton, numba or torch (%(default)s)")
+    parser.add_argument("--kernels", default="auto", help="auto, triton or torch (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved measurements of each (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=_kernels, parser=parser)

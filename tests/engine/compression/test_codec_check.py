@@ -1,9 +1,11 @@
 """The self-check: it passes the kernels of this machine, and finds each kind of mistake."""
 
+import importlib.util
 import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from xfuser_cocodiff.engine.compression import codec_check, codecs, link_referen
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.kernels import torch_kernels
 from xfuser_cocodiff.engine.settings.options import MODES
 
 CPU = torch.device("cpu")
@@ -26,10 +29,21 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return kernels._selected
 
 
+@pytest.fixture(autouse=True)
+def device_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Let a copy of PyTorch's kernels stand for those of a device, which a test may change."""
+    spec = importlib.util.find_spec(torch_kernels.__name__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    modules = {"triton_kernels": copy, "torch_kernels": torch_kernels}
+    monkeypatch.setattr(kernels, "_module", modules.__getitem__)
+    return copy
+
+
 @pytest.mark.parametrize("mode", slow_but(["balanced", "fast"], MODES[1:]))
-def test_kernels_of_this_machine_pass(mode: str, selected: list[str]) -> None:
-    assert codec_check.failure(kernels.NUMBA, mode, None, CPU, tokens=64) is None
-    assert kernels._selected == [kernels.NUMBA]
+def test_kernels_that_compute_the_same_pass(mode: str, selected: list[str]) -> None:
+    assert codec_check.failure(kernels.TRITON, mode, None, CPU, tokens=64) is None
+    assert kernels._selected == [kernels.TRITON]
 
 
 def test_values_of_the_model_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +56,7 @@ def test_values_of_the_model_are_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Message, "encode", encode)
     for values in (codec_check.ValueFormat(72, torch.float16), codec_check.ValueFormat(32, torch.float32)):
         found.clear()
-        assert codec_check.failure(kernels.NUMBA, "fast", None, CPU, values, tokens=64) is None
+        assert codec_check.failure(kernels.TRITON, "fast", None, CPU, values, tokens=64) is None
         assert found == {values}
 
 
@@ -84,27 +98,25 @@ def shift(values: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_single_bits_and_figures_are_found(
-    monkeypatch: pytest.MonkeyPatch, function: str, mistake: Callable, words: str
+    monkeypatch: pytest.MonkeyPatch, device_kernels: ModuleType, function: str, mistake: Callable, words: str
 ) -> None:
     """Make the mistake where residuals are coded, as a compiler would in one of two kernels."""
-    from xfuser_cocodiff.engine.kernels import numba_kernels
-
-    original = getattr(numba_kernels, function)
+    original = getattr(device_kernels, function)
 
     def wrong(values: torch.Tensor, prediction: object, *rest: object) -> object:
         result = original(values, prediction, *rest)
         return mistake(result) if prediction is not None and prediction.previous is not None else result
 
-    monkeypatch.setattr(numba_kernels, function, wrong)
-    assert words in codec_check.failure(kernels.NUMBA, "balanced", None, CPU, tokens=64)
+    monkeypatch.setattr(device_kernels, function, wrong)
+    assert words in codec_check.failure(kernels.TRITON, "balanced", None, CPU, tokens=64)
 
 
-def test_both_ends_with_the_same_mistake_differ_from_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_with_the_same_mistake_differ_from_pytorch(
+    monkeypatch: pytest.MonkeyPatch, device_kernels: ModuleType
+) -> None:
     """Decode the next row's levels at both ends: references are equal, and wrong."""
-    from xfuser_cocodiff.engine.kernels import numba_kernels
-
     for name in ("encode", "decode"):
-        original = getattr(numba_kernels, name)
+        original = getattr(device_kernels, name)
 
         def wrong(first: torch.Tensor, *rest: object, original: Callable = original, name: str = name) -> object:
             result = original(first, *rest)
@@ -113,17 +125,17 @@ def test_both_ends_with_the_same_mistake_differ_from_pytorch(monkeypatch: pytest
             rest[3].copy_(rest[3].roll(1, dims=3))  # the target
             return shift(result)
 
-        monkeypatch.setattr(numba_kernels, name, wrong)
-    reason = codec_check.failure(kernels.NUMBA, "fast", None, CPU, tokens=64)
+        monkeypatch.setattr(device_kernels, name, wrong)
+    reason = codec_check.failure(kernels.TRITON, "fast", None, CPU, tokens=64)
     assert "differ from those of PyTorch's kernels" in reason
 
 
 @pytest.mark.parametrize("function", ["scores", "encode", "decode"])
-def test_kernels_of_following_branches_are_checked(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_kernels_of_following_branches_are_checked(
+    monkeypatch: pytest.MonkeyPatch, device_kernels: ModuleType, function: str
+) -> None:
     """Make the mistake only where the difference to a leading branch is coded."""
-    from xfuser_cocodiff.engine.kernels import numba_kernels
-
-    original = getattr(numba_kernels, function)
+    original = getattr(device_kernels, function)
 
     def wrong(*arguments: object) -> object:
         result = original(*arguments)
@@ -133,10 +145,10 @@ def test_kernels_of_following_branches_are_checked(monkeypatch: pytest.MonkeyPat
             return result._replace(reference=flip_last_bit(result.reference))
         return -result if function == "scores" else flip_last_bit(result)
 
-    monkeypatch.setattr(numba_kernels, function, wrong)
-    reason = codec_check.failure(kernels.NUMBA, "balanced", "cached=0.5,joint=1", CPU, tokens=64)
+    monkeypatch.setattr(device_kernels, function, wrong)
+    reason = codec_check.failure(kernels.TRITON, "balanced", "cached=0.5,joint=1", CPU, tokens=64)
     assert reason.endswith("in a following branch")
-    assert codec_check.failure(kernels.NUMBA, "balanced", "cached=0.5,joint=0", CPU, tokens=64) is None
+    assert codec_check.failure(kernels.TRITON, "balanced", "cached=0.5,joint=0", CPU, tokens=64) is None
 
 
 @pytest.mark.parametrize("names", ["qkv", "o", "v", "qk", "kv"])
@@ -155,7 +167,7 @@ def test_kernels_of_each_message_are_checked(monkeypatch: pytest.MonkeyPatch, na
         return sent(self)
 
     monkeypatch.setattr(Message, "encode", encode)
-    reason = codec_check.failure(kernels.NUMBA, "balanced", None, CPU, tokens=64)
+    reason = codec_check.failure(kernels.TRITON, "balanced", None, CPU, tokens=64)
     assert reason.startswith(tuple(name.upper() for name in names)) and "different references" in reason
 
 
@@ -168,7 +180,7 @@ def test_int8_references_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         return levels + next(calls) % 2, codes
 
     monkeypatch.setattr(link_reference, "to_int8", wrong)
-    reason = codec_check.failure(kernels.NUMBA, "balanced", "joint=0", CPU, tokens=64)
+    reason = codec_check.failure(kernels.TRITON, "balanced", "joint=0", CPU, tokens=64)
     assert reason.endswith("sender and receiver have different references, int8 references")
 
 
@@ -177,5 +189,5 @@ def test_errors_of_a_compiler_are_failures(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("no launcher\nfor this driver")
 
     monkeypatch.setattr(codecs.kernels, "encode", fails)
-    reason = codec_check.failure(kernels.NUMBA, "balanced", None, CPU, tokens=64)
+    reason = codec_check.failure(kernels.TRITON, "balanced", None, CPU, tokens=64)
     assert reason == "RuntimeError: no launcher"

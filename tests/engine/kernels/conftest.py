@@ -1,11 +1,10 @@
-"""Fixtures of the kernel tests: the Triton backend, and each backend that reads and writes tensors once."""
+"""Fixture of the kernel tests: the Triton backend."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.engine.kernels.case import HAS_GPU
-from xfuser_cocodiff.engine import kernels
 
 
 @pytest.fixture(scope="package")
@@ -18,22 +17,6 @@ def triton_kernels():
     from xfuser_cocodiff.engine.kernels import triton_kernels as module
 
     return module
-
-
-@pytest.fixture(scope="package")
-def numba_kernels():
-    """Numba's kernels."""
-    if HAS_GPU:
-        pytest.skip("the values of these tests are on the GPU, and Numba's kernels are for CPUs")
-    from xfuser_cocodiff.engine.kernels import numba_kernels as module
-
-    return module
-
-
-@pytest.fixture(scope="package", params=[kernels.TRITON, kernels.NUMBA])
-def one_pass(request: pytest.FixtureRequest):
-    """Each backend that reads and writes every tensor once."""
-    return request.getfixturevalue(f"{request.param}_kernels")
 
 
 def _rounding_to_nearest(convert):

@@ -11,18 +11,14 @@ from xfuser_cocodiff.engine import kernels
 def test_auto_selects_a_backend_that_is_available(
     monkeypatch: pytest.MonkeyPatch, can_build: bool, expected: str
 ) -> None:
-    """Triton on accelerators with a compiler for its launchers, Numba on CPUs, else PyTorch."""
+    """Triton on accelerators with a compiler for its launchers, else PyTorch."""
     monkeypatch.setattr(kernels, "_can_build", lambda: can_build)
     found = [kernels.resolve(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")]
-    assert found == ["numba", expected, expected]
-    monkeypatch.setattr(kernels, "_is_installed", lambda package: False)
+    assert found == ["torch", expected, expected]
+    monkeypatch.setattr(kernels, "_is_installed", lambda: False)
     assert {kernels.resolve(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")} == {"torch"}
-    for choice, device in (("numba", "cpu"), ("triton", "cuda")):
-        with pytest.raises(ValueError, match=f"'{choice}' is not available: it is not installed"):
-            kernels.resolve(choice, device)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="'numba' is not available: its kernels run on CPUs only, not on 'xpu'"):
-        kernels.resolve(kernels.NUMBA, "xpu")
+    with pytest.raises(ValueError, match="'triton' is not available: it is not installed"):
+        kernels.resolve(kernels.TRITON, "cuda")
     assert kernels.resolve(kernels.TORCH, "cuda") == "torch"
 
 

@@ -30,15 +30,13 @@ KEYFRAME = -1.0
 """Stands for a gain: zeros are predicted."""
 
 
-BACKENDS = [kernels.TRITON, kernels.NUMBA, kernels.TORCH]
+BACKENDS = [kernels.TRITON, kernels.TORCH]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest):
     """Each backend."""
-    if request.param == kernels.TORCH:
-        return torch_kernels
-    return request.getfixturevalue(f"{request.param}_kernels")
+    return torch_kernels if request.param == kernels.TORCH else request.getfixturevalue("triton_kernels")
 
 
 class Expected(NamedTuple):
@@ -169,17 +167,19 @@ def test_a_base_gives_the_bits_of_a_difference_made_before(
 
 
 @pytest.mark.parametrize(("dim", "tokens", "bits"), [(8, 8, 1.6), (24, 64, 2.7), (80, 1, 1.6), (128, 7, 2)])
-def test_backends_with_a_base_equal_pytorch_for_any_head_dim_and_number_of_tokens(one_pass, dim, tokens, bits) -> None:
+def test_kernels_with_a_base_equal_pytorch_for_any_head_dim_and_number_of_tokens(
+    triton_kernels, dim, tokens, bits
+) -> None:
     case = Case(torch.float32, SECOND, dim=dim, tokens=tokens)
     base, how = case.base(1.25), (case.prediction(0.5), bits, None)
     values = case.plus(base)
-    found, plain = (case.encoded(kernel, *how, values=values, base=base) for kernel in (one_pass, torch_kernels))
+    found, plain = (case.encoded(kernel, *how, values=values, base=base) for kernel in (triton_kernels, torch_kernels))
     assert_equal_up_to_scales(case, found, plain, case.rows(bits), bits)
     targets = torch.zeros_like(case.target), torch.zeros_like(case.target)
-    for kernel, target in zip((one_pass, torch_kernels), targets, strict=True):
+    for kernel, target in zip((triton_kernels, torch_kernels), targets, strict=True):
         kernel.decode(found[0], *how, target, SECOND, False, base)
     assert torch.equal(*targets) and targets[0].any()
-    scores = (each.scores(values, how[0], SECOND, base) for each in (one_pass, torch_kernels))
+    scores = (each.scores(values, how[0], SECOND, base) for each in (triton_kernels, torch_kernels))
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Triton's kernels, run by its interpreter without a GPU, and Numba's encode and decode the same bits as PyTorch's."""
+"""Triton's kernels, run by its interpreter without a GPU, encode and decode the same bits as PyTorch's."""
 
 import itertools
 
@@ -20,12 +20,12 @@ LOCAL_SLOTS = None, FIRST, SECOND, MIDDLE
     pairwise(itertools.product(DTYPES, LOCAL_SLOTS, (None, *GRIDS), (None, 5), (0.0, 0.5), (False, True))),
     ids=str,
 )
-def test_backends_equal_pytorch(one_pass, dtype, local_slots, bits, active, gain, sends_gain) -> None:
+def test_kernels_equal_pytorch(triton_kernels, dtype, local_slots, bits, active, gain, sends_gain) -> None:
     case = Case(dtype, local_slots, slots=3 + (local_slots == MIDDLE))
     is_exact = bits is None and active is None
     sends_gain = sends_gain and not is_exact
     prediction, how = None if is_exact else case.prediction(gain), (bits, case.active(active))
-    backends = one_pass, torch_kernels
+    backends = triton_kernels, torch_kernels
     (payload, encoded), (plain_payload, plain) = (
         case.encoded(kernel, prediction, *how, sends_gain=sends_gain) for kernel in backends
     )
@@ -61,13 +61,13 @@ def test_backends_equal_pytorch(one_pass, dtype, local_slots, bits, active, gain
         itertools.product([8, 24, 80, 128], [1, 7, 8, 20], [1.6, 2, 2.7]),
     ),
 )
-def test_backends_equal_pytorch_for_any_head_dim_and_number_of_tokens(one_pass, dim, tokens, bits) -> None:
+def test_kernels_equal_pytorch_for_any_head_dim_and_number_of_tokens(triton_kernels, dim, tokens, bits) -> None:
     case = Case(torch.float32, SECOND, dim=dim, tokens=tokens)
     how = case.prediction(0.5), bits, None
-    found, plain = case.encoded(one_pass, *how), case.encoded(torch_kernels, *how)
+    found, plain = case.encoded(triton_kernels, *how), case.encoded(torch_kernels, *how)
     assert_equal_up_to_scales(case, found, plain, case.rows(bits), bits)
-    assert torch.equal(one_pass.decode(found[0], *how, case.target, SECOND), found[1].reference)
-    scores = (each.scores(case.values, how[0], SECOND) for each in (one_pass, torch_kernels))
+    assert torch.equal(triton_kernels.decode(found[0], *how, case.target, SECOND), found[1].reference)
+    scores = (each.scores(case.values, how[0], SECOND) for each in (triton_kernels, torch_kernels))
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-6)
 
 
@@ -76,7 +76,7 @@ def test_backends_equal_pytorch_for_any_head_dim_and_number_of_tokens(one_pass, 
     once(itertools.product([torch.float32, torch.bfloat16], [8, 24, 128], GRIDS, [None, 5])),
     ids=str,
 )
-def test_channel_scales_divide_residuals(one_pass, dtype, dim, bits, active) -> None:
+def test_channel_scales_divide_residuals(triton_kernels, dtype, dim, bits, active) -> None:
     """Powers of two are exact: values with scales are coded as the divided values are without."""
     case, divided = (Case(dtype, MIDDLE, slots=4, dim=dim, tokens=8) for _ in range(2))
     exponents = torch.randint(0, 5, (2, 3, dim), generator=torch.Generator().manual_seed(dim)).to(DEVICE)
@@ -88,7 +88,7 @@ def test_channel_scales_divide_residuals(one_pass, dtype, dim, bits, active) -> 
     divided.reference.div_(of_links)
     divided.previous.div_(of_links)
     prediction = case.prediction(0.5)._replace(channel_scales=scales)
-    for kernel in (one_pass, torch_kernels):
+    for kernel in (triton_kernels, torch_kernels):
         payload, found = case.encoded(kernel, prediction, bits, case.active(active))
         expected_payload, expected = divided.encoded(kernel, divided.prediction(0.5), bits, divided.active(active))
         assert torch.equal(*(remote_slots(each, MIDDLE) for each in (payload, expected_payload)))
@@ -99,42 +99,42 @@ def test_channel_scales_divide_residuals(one_pass, dtype, dim, bits, active) -> 
         assert torch.equal(decoded, found.reference) and torch.equal(remote_slots(case.target, MIDDLE), decoded)
 
 
-def test_gains_are_between_0_and_1(one_pass) -> None:
+def test_gains_are_between_0_and_1(triton_kernels) -> None:
     """Where values move on faster than before, or back, the gain is the nearest one that does not overshoot."""
     case = Case(torch.float32, SECOND)
     factors = torch.tensor([3.0, -1.0], device=DEVICE).view(2, 1, 1, 1, 1)
     case.values.copy_(case._in_slots(case.reference + factors * (case.reference - case.previous)))
-    for kernel in (one_pass, torch_kernels):
+    for kernel in (triton_kernels, torch_kernels):
         _, encoded = case.encoded(kernel, case.prediction(0.5), 4, None, sends_gain=True)
         assert encoded.gains.tolist() == [GAIN_STEPS, 0]
 
 
 @pytest.mark.parametrize("bits", [None, 2])
-def test_encode_without_active_tokens_keeps_the_prediction(one_pass, bits) -> None:
+def test_encode_without_active_tokens_keeps_the_prediction(triton_kernels, bits) -> None:
     case = Case(torch.bfloat16, SECOND)
     how = case.prediction(0.5), bits, case.active(0)
-    for kernel in (one_pass, torch_kernels):
+    for kernel in (triton_kernels, torch_kernels):
         payload, encoded = case.encoded(kernel, *how)
         assert payload.numel() == 0 and torch.equal(encoded.reference, torch_kernels.predict(how[0]))
         assert torch.equal(kernel.decode(payload, *how, case.target, SECOND), encoded.reference)
 
 
-def test_decode_writes_targets_of_any_strides(one_pass) -> None:
+def test_decode_writes_targets_of_any_strides(triton_kernels) -> None:
     case = Case(torch.bfloat16, FIRST)
     how = case.prediction(0.5), 2, None
     payload, encoded = case.encoded(torch_kernels, *how)
-    for kernel in (one_pass, torch_kernels):
+    for kernel in (triton_kernels, torch_kernels):
         across = torch.zeros(case.target.transpose(3, 4).shape, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
         kernel.decode(payload, *how, across, FIRST)
         assert torch.equal(across[1:], encoded.reference) and not across[0].any()
 
 
 @pytest.mark.parametrize(("bits", "bad"), in_turn([(8,), (2,), (1,)], [float("nan"), float("inf"), -float("inf")]))
-def test_not_finite_values_affect_their_row_only_and_the_error_energy(one_pass, bad, bits) -> None:
+def test_not_finite_values_affect_their_row_only_and_the_error_energy(triton_kernels, bad, bits) -> None:
     case = Case(torch.float32, None)
     case.values[1, 0, 2, 4, 3] = bad
     how = case.prediction(), bits, None
-    found, plain = case.encoded(one_pass, *how), case.encoded(torch_kernels, *how)
+    found, plain = case.encoded(triton_kernels, *how), case.encoded(torch_kernels, *how)
     assert_equal_up_to_scales(case, found, plain, case.rows(bits), bits)
     assert not found[1].error_energy.isfinite()
     wrong = ~found[1].reference.isfinite().all(-1)
@@ -147,11 +147,11 @@ def test_not_finite_values_affect_their_row_only_and_the_error_energy(one_pass, 
         itertools.product([torch.float32, torch.bfloat16], [None, FIRST]), [float("nan"), float("inf"), -float("inf")]
     ),
 )
-def test_values_sent_unchanged_leave_a_finite_reference(one_pass, bad, local_slots, dtype) -> None:
+def test_values_sent_unchanged_leave_a_finite_reference(triton_kernels, bad, local_slots, dtype) -> None:
     case = Case(dtype, local_slots)
     case.values[1, 0, 2, 4, 3] = bad
     expected = remote_slots(case.values, local_slots).nan_to_num(0.0, 0.0, 0.0)
-    for kernel in (one_pass, torch_kernels):
+    for kernel in (triton_kernels, torch_kernels):
         payload, encoded = case.encoded(kernel, None, None, None)
         assert torch.equal(encoded.reference, expected)
         assert torch.equal(kernel.decode(payload, None, None, None, case.target, local_slots), expected)
@@ -159,9 +159,9 @@ def test_values_sent_unchanged_leave_a_finite_reference(one_pass, bad, local_slo
         torch.testing.assert_close(received, remote_slots(case.values, local_slots), rtol=0, atol=0, equal_nan=True)
 
 
-def test_zero_and_tiny_residuals_leave_the_reference(one_pass) -> None:
+def test_zero_and_tiny_residuals_leave_the_reference(triton_kernels) -> None:
     case = Case(torch.float32, None)
     for values in (case.reference.clone(), case.reference + 1e-30):
         how = case.prediction(), 4, None
-        found, plain = (case.encoded(kernel, *how, values=values) for kernel in (one_pass, torch_kernels))
+        found, plain = (case.encoded(kernel, *how, values=values) for kernel in (triton_kernels, torch_kernels))
         assert torch.equal(found[0], plain[0]) and torch.equal(found[1].reference, case.reference)

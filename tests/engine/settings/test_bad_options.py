@@ -4,6 +4,7 @@ The cases by hand are also given to xDiT's parsers and to ranks, in tests/xdit/i
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xfuser_cocodiff.engine.settings import removed_options
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
@@ -156,6 +158,14 @@ def test_good_values_are_accepted() -> None:
 
 def test_an_axis_named_twice_is_one() -> None:
     assert config_of({**SHARED, "cocodiff_slow_axes": "node,node"}).slow_axes == ("node",)
+
+
+@pytest.mark.parametrize(("field", "value"), removed_options.REMOVED_VALUES)
+def test_removed_values_say_what_holds_instead(field: str, value: str) -> None:
+    successor = removed_options.REMOVED_VALUES[field, value]
+    with pytest.raises(ValueError, match=re.escape(f"--{field}: {value!r} was removed: {successor}")):
+        config_of({**SHARED, field: value})
+    assert resolve({field: value}, {}, RANKS, "cpu") is None
 
 
 @pytest.mark.parametrize("variable", ["COCODIFF_RECORD", "COCODIFF_LOG_LEVEL"])

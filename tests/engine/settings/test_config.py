@@ -51,7 +51,7 @@ def test_memory_budget_is_in_gib() -> None:
         ),
         ({"cocodiff_max_ctas": "0"}, {}, ["--cocodiff_max_ctas", "'0'", "numbers from 1 to 64"]),
         ({}, {"COCODIFF_MAX_CTAS": "all"}, ["COCODIFF_MAX_CTAS", "'all'", "numbers from 1 to 64"]),
-        ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, numba, torch"]),
+        ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, torch"]),
         ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
         (
             {"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"},

@@ -16,7 +16,7 @@ def test_settings_that_change_times_change_the_description(monkeypatch: pytest.M
         monkeypatch.setenv(CLUSTER_VARIABLE, json.dumps(cluster))
         return repr(host_description.describe(Topology.parse(topology), kernels, backend))
 
-    others = describe("4"), describe(kernels="numba"), describe(backend="nccl"), describe(rate=2.0)
+    others = describe("4"), describe(kernels="triton"), describe(backend="nccl"), describe(rate=2.0)
     assert len({describe(), *others}) == 5
     assert "10.0.0.1" not in describe()  # addresses differ between two runs of one cluster
     assert "veth0" not in describe()

@@ -1,8 +1,8 @@
-"""Kernels that score, encode and decode rows of values for the codecs, as Triton, Numba and PyTorch backends.
+"""Kernels that score, encode and decode rows of values for the codecs, as Triton and PyTorch backends.
 Input: tensors of any strides, the prediction that both ends of a link share, and the bits per value.
 Output: payload bytes, decoded values, new link references and their error.
-Public: `scores`, `encode`, `decode`, `use`, `resolve`, `prepare`, `rows.MessagePart`, `rows.Prediction`,
-`rows.ActiveTokens`, `rows.Base`.
+Public: `scores`, `encode`, `decode`, `use`, `resolve`, `rows.MessagePart`, `rows.Prediction`, `rows.ActiveTokens`,
+`rows.Base`.
 """
 
 import functools
@@ -20,8 +20,8 @@ import torch
 from xfuser_cocodiff.engine.kernels.rows import Base, EncodeResult, MessagePart, Prediction, check_base
 from xfuser_cocodiff.engine.topology import devices
 
-AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
-CHOICES = (AUTO, TRITON, NUMBA, TORCH)
+AUTO, TRITON, TORCH = "auto", "triton", "torch"
+CHOICES = (AUTO, TRITON, TORCH)
 
 
 _selected = [AUTO]
@@ -38,25 +38,17 @@ def resolve(choice: str, device_type: str) -> str:
     Raises:
         ValueError: the chosen backend is not available there.
     """
-    unavailable = {TRITON: _triton_unavailable, NUMBA: _numba_unavailable}
-    if choice in unavailable and (reason := unavailable[choice](device_type)):
+    if choice == TRITON and (reason := _triton_unavailable(device_type)):
         raise ValueError(f"{choice!r} is not available: {reason}; valid are {AUTO!r} and {TORCH!r}")
     if choice != AUTO:
         return choice
-    preferred = TRITON if devices.capabilities(device_type).uses_triton else NUMBA
-    return TORCH if unavailable[preferred](device_type) else preferred
-
-
-def _numba_unavailable(device_type: str) -> str | None:
-    """Return why Numba's kernels cannot run on a device type, or None if they can."""
-    if device_type != "cpu":
-        return f"its kernels run on CPUs only, not on {device_type!r}"
-    return None if _is_installed("numba") else "it is not installed"
+    is_preferred = devices.capabilities(device_type).uses_triton
+    return TRITON if is_preferred and not _triton_unavailable(device_type) else TORCH
 
 
 def _triton_unavailable(device_type: str) -> str | None:
     """Return why Triton's kernels cannot run on a device type, or None if they can."""
-    if not _is_installed("triton"):
+    if not _is_installed():
         return "it is not installed"
     if devices.capabilities(device_type).uses_triton:
         return None if _can_build() else "it needs a C compiler and Python's headers to build its launchers"
@@ -66,15 +58,9 @@ def _triton_unavailable(device_type: str) -> str | None:
 
 
 @functools.cache  # called for every tensor that is sent, and the check reads the file system
-def _is_installed(package: str) -> bool:
-    """Return whether a package can be imported."""
-    if package != "numba":
-        return importlib.util.find_spec(package) is not None
-    try:  # Numba refuses to be imported with a NumPy version that it does not support
-        importlib.import_module(package)
-    except ImportError:
-        return False
-    return True
+def _is_installed() -> bool:
+    """Return whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -84,21 +70,13 @@ def _can_build() -> bool:
     return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
-def prepare(choice: str, device_type: str) -> None:
-    """Compile or load the kernels of a choice, so that the first message does not wait for it."""
-    if resolve(choice, device_type) == NUMBA:
-        from xfuser_cocodiff.engine.kernels import numba_kernels
-
-        numba_kernels.prepare()
-
-
 def backend_for(device: torch.device) -> str:
     """Return the backend that this process uses on a device."""
     selected = _selected[0]
     return resolve(AUTO, device.type) if selected == AUTO else selected
 
 
-_MODULES = {TRITON: "triton_kernels", NUMBA: "numba_kernels", TORCH: "torch_kernels"}
+_MODULES = {TRITON: "triton_kernels", TORCH: "torch_kernels"}
 
 
 def _kernels(device: torch.device) -> ModuleType:
@@ -142,10 +120,7 @@ def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     Raises:
         ValueError: a base that does not fit its values, or with `bits` None.
     """
-    kernels = _checked(parts)
-    if hasattr(kernels, "encode_all"):
-        return kernels.encode_all(parts)
-    return [kernels.encode(*part) for part in parts]
+    return _checked(parts).encode_all(parts)
 
 
 def decode(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
@@ -160,22 +135,7 @@ def decode(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
     Raises:
         ValueError: a base that does not fit its values, or with `bits` None.
     """
-    kernels = _checked(parts)
-    if hasattr(kernels, "decode_all"):
-        return kernels.decode_all(parts)
-    return [
-        kernels.decode(
-            part.payload,
-            part.prediction,
-            part.bits,
-            part.active,
-            part.values,
-            part.local_slots,
-            part.sends_gain,
-            part.base,
-        )
-        for part in parts
-    ]
+    return _checked(parts).decode_all(parts)
 
 
 def _checked(parts: Sequence[MessagePart]) -> ModuleType:

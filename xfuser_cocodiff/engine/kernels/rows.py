@@ -1,8 +1,8 @@
 """Arguments and results of the kernels: active tokens, predictions, encode results, and views of slots and payloads.
 
-The backends `torch_kernels` (any device), `triton_kernels` (accelerators) and `numba_kernels` (CPUs) share them. The
-last two read and write each tensor once. A payload of one backend decodes to the same bits with any other: only the
-encoder computes scales, from sums whose order differs between backends.
+The backends `torch_kernels` (any device) and `triton_kernels` (accelerators) share them. The latter reads and writes
+each tensor once. A payload of one backend decodes to the same bits with the other: only the encoder computes scales,
+from sums whose order differs between backends.
 
 Sizes in shapes: P slots, one per destination; L links, the slots of other ranks; G groups of tokens, H heads, T tokens,
 D head dim. `local_slots` is the contiguous range of slots that belong to this rank and are skipped; None means that all

@@ -3,6 +3,8 @@
 :mod:`xfuser_cocodiff.engine.kernels` documents the functions.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from xfuser_cocodiff.engine.kernels.quantize import dequantize, level_bytes, quantize, tokens_per_row
@@ -12,6 +14,7 @@ from xfuser_cocodiff.engine.kernels.rows import (
     ActiveTokens,
     Base,
     EncodeResult,
+    MessagePart,
     Prediction,
     remote_slots,
     sample_stride,
@@ -36,6 +39,28 @@ def scores(
     """Return the squared distance of each token from its prediction; see the package."""
     coded = _difference(remote_slots(values, local_slots), base)
     return (coded - predict(prediction)).float().square_().sum((2, 4))
+
+
+def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
+    """Encode the tensors of a message and write their payloads; see the package."""
+    return [encode(*part) for part in parts]
+
+
+def decode_all(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
+    """Decode the payloads of a message into its targets and return the new link references; see the package."""
+    return [
+        decode(
+            part.payload,
+            part.prediction,
+            part.bits,
+            part.active,
+            part.values,
+            part.local_slots,
+            part.sends_gain,
+            part.base,
+        )
+        for part in parts
+    ]
 
 
 def encode(

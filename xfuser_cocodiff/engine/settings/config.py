@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.comm.groups import MAX_CTAS
 from xfuser_cocodiff.engine.compression import bit_allocation, modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
+from xfuser_cocodiff.engine.settings import removed_options
 from xfuser_cocodiff.engine.settings.options import (
     AUTO,
     ENABLE_OPTION,
@@ -154,6 +155,7 @@ def resolve(
     given = {option.field: _given(option, values, environment) for option in OPTIONS}
     if not _as_bool(*given[ENABLE_OPTION]):
         return None
+    removed_options.check(given)
     virtual, is_ring = _parse(given["cocodiff_virtual"], lambda text: _virtual(text, ranks.count)) or (None, False)
     placement = _place(given, ranks)
     slow_axes = _slow_axes(given, placement, virtual)

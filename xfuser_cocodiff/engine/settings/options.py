@@ -160,8 +160,7 @@ OPTIONS = (
         "cocodiff_kernels",
         "COCODIFF_KERNELS",
         None,
-        f"Kernels of the codecs. {AUTO!r} (default): Triton on accelerators, Numba on CPUs, PyTorch where these are "
-        "not available.",
+        f"Kernels of the codecs. {AUTO!r} (default): Triton on accelerators where it can build, otherwise PyTorch.",
         kernels.CHOICES,
     ),
     Option(

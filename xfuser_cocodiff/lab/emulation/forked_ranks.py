@@ -32,7 +32,7 @@ from xfuser_cocodiff.lab.emulation.ranks import STDERR, Failure, Write
 
 ENVIRONMENT = {
     # More than one thread would not survive the fork.
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"),
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # every connection would warn that its address has no host name
 }
 """Variables that libraries read when they are loaded, so that ranks cannot set them."""
@@ -61,7 +61,7 @@ class _CellOutcome:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables of :data:`ENVIRONMENT`; call this before torch, numpy or numba is imported."""
+    """Set the environment variables of :data:`ENVIRONMENT`; call this before torch or numpy is imported."""
     os.environ.update(ENVIRONMENT)
 
 

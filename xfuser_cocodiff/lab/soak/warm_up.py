@@ -1,7 +1,6 @@
 """Prepares the process that ranks are forked from: small models, and imports that take seconds."""
 
 import importlib
-import importlib.util
 import os
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def set_environment(models: Path) -> None:
 
 
 def prepare() -> None:
-    """Import xDiT with the plugin, and compile kernels."""
+    """Import xDiT with the plugin."""
     import xfuser_cocodiff
 
     xfuser_cocodiff.install()
@@ -31,8 +30,6 @@ def prepare() -> None:
     for name in ("xfuser.runner", "xfuser_cocodiff.xdit.session.startup", "xfuser_cocodiff.lab.soak.rank_worker"):
         importlib.import_module(name)
     importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
-    if importlib.util.find_spec("numba"):
-        importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
     for name, value in before.items():  # xDiT's runner sets them for a single rank
         if value is None:
             os.environ.pop(name, None)

@@ -356,7 +356,6 @@ def _new_runtime(
     ring_partition: AxisPartition | None = None,
     is_guided: bool = False,
 ) -> CodecRuntime:
-    kernels.prepare(config.kernels, compute_device().type)
     return CodecRuntime(
         partition,
         config.mode,
