@@ -6,14 +6,12 @@
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
-models=() plan=()
+models=()
 if [ $# -eq 0 ]; then
     models=(FLUX.1-dev)
     set -- --model FLUX.1-dev --height 128 --width 128 --num_inference_steps 16 \
         --prompt "a photo of a cat" "a photo of an astronaut" "a photo of a cup of coffee" "cell bodies" \
         --batch_size 4 --max_sequence_length 32 --seed 1 --warmup_calls 0 --ulysses_degree 4 --cocodiff_topology 2x2
-    # A fixed plan, so that no run starts with a probe of the slow links.
-    plan=(--cocodiff_a2a 'flat*')
 fi
 modes=(--modes "exact,balanced,fast")
 [[ " $* " != *--cocodiff[-_]mode[=\ ]* ]] || modes=()
@@ -39,7 +37,7 @@ elif why="$(python -m xfuser_cocodiff.lab.emulation.cluster --preset flat --topo
     echo "Part 2 of 2: slow links between two nodes, stock xDiT and three modes; about three minutes"
     # 25 Mbit/s between nodes.
     cocodiff compare --out "$out" \
-        --emulate ethernet --scale 10 "${modes[@]}" --repeats 3 -- "$@" "${plan[@]}" || status=$?
+        --emulate ethernet --scale 10 "${modes[@]}" --repeats 3 -- "$@" || status=$?
 else
     echo "Part 2 is skipped: this machine cannot emulate slow links between nodes. $why"
 fi

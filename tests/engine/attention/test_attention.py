@@ -30,7 +30,7 @@ from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 
-PLANS = ("flat", "flat*", "hierarchical", "hierarchical:gpu,node*")
+PLANS = ("flat", "hierarchical", "hierarchical:node,gpu")
 
 
 def mesh_of(text: str, device: torch.device = CPU) -> Mesh:
@@ -112,8 +112,8 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
 @pytest.mark.parametrize(
     ("plan", "staged"),
     slow_but(
-        [("hierarchical:gpu*,node*", False)],
-        itertools.product(["flat*", "hierarchical", "hierarchical:gpu*,node*"], [True, False]),
+        [("hierarchical", False)],
+        itertools.product(["flat", "hierarchical"], [True, False]),
     ),
 )
 def test_random_delays_do_not_change_results(plan: str, staged: bool) -> None:

@@ -49,8 +49,7 @@ def ring_over(topology: Topology, slow: tuple[str, ...] = ()) -> Ring:
 def gather_by_all_plans(rank: int, sizes: str) -> None:
     topology = Topology.parse(sizes)
     mesh = Mesh.over(dist.group.WORLD, topology)
-    plans = candidates(topology)
-    plans += [Plan.hierarchical_gather(topology, direct) for direct in (False, True)]
+    plans = [*candidates(topology), Plan.hierarchical_gather(topology)]
     for dtype in (torch.float32, torch.uint8):
         block = torch.arange(7).add(10 * rank).to(dtype).view(7, 1)
         for plan in plans:
@@ -175,7 +174,7 @@ def test_tokens_are_selected_by_their_owner(schedule: str, max_ratio: float) -> 
 
 def axes_of_policy(rank: int) -> str:
     ring = ring_over(Topology.parse("2x2"))
-    flat = Plan.parse("flat*", ring.mesh.topology)
+    flat = Plan.flat(ring.mesh.topology)
     policy = PlanPolicy(ring.mesh.policy.choose, choose_gather=lambda block_bytes: flat)
     mesh = Mesh(ring.mesh.topology, ring.mesh.stages, policy, ring.mesh.comm_stream)
     query, key, value = (part(name, rank) for name in "qkv")

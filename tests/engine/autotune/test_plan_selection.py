@@ -3,7 +3,6 @@
 import dataclasses
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,17 +20,6 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
 # Launches are cheap and messages expensive, so that small messages have hierarchical plans.
 MACHINE = profile_of([2, 2], [1e8, 1e8], latency=1e-3, launch=1e-6)
-
-
-def test_direct_sends_are_limited_to_cpus() -> None:
-    machine = dataclasses.replace(MACHINE, direct=MACHINE)
-    assert plan_selection.profile_for_device(machine, CPU).direct == MACHINE
-    assert plan_selection.profile_for_device(machine, XPU).direct is None
-    direct = Plan.parse("hierarchical:gpu*,node", machine.topology)
-    plan_selection.check_plan_on_device(direct, CPU, "--cocodiff_a2a")
-    plan_selection.check_plan_on_device(Plan.flat(machine.topology), XPU, "--cocodiff_a2a")
-    with pytest.raises(ValueError, match=r"--cocodiff_a2a: 'hierarchical:gpu\*,node' .*valid on xpu are plans without"):
-        plan_selection.check_plan_on_device(direct, XPU, "--cocodiff_a2a")
 
 
 def early_sends(rank: int) -> list[bool]:

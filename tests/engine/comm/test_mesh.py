@@ -37,7 +37,6 @@ def check_reshard(rank: int, sizes: list[int], shapes: list[tuple], dtype: torch
     """Reshard back and forth by all plans, in one message and one tensor at a time."""
     topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
     mesh, plans = Mesh.over(dist.group.WORLD, topology), candidates(topology)
-    plans += [dataclasses.replace(plan, direct=_alternating(len(plan.stages))) for plan in plans]
     tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
     for plan in plans:
         by_plan = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
@@ -51,11 +50,6 @@ def check_reshard(rank: int, sizes: list[int], shapes: list[tuple], dtype: torch
                 assert together[number].is_contiguous(), plan
                 assert torch.equal(alone[number], expected), plan
                 assert torch.equal(back[number], tensors[number]), plan
-
-
-def _alternating(count: int) -> tuple[bool, ...]:
-    """Return flags for direct sends in every other stage, starting with the first."""
-    return tuple(number % 2 == 0 for number in range(count))
 
 
 @pytest.mark.parametrize(

@@ -111,13 +111,11 @@ def expected_sequence(
     return torch.cat(parts, 1)
 
 
-def mesh_and_partition(
-    topology: Topology, slow: tuple[str, ...], direct: bool = False
-) -> tuple[Mesh, AxisPartition | None]:
+def mesh_and_partition(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, AxisPartition | None]:
     """Return a mesh that alternates between two plans, and its partition.
 
     The last stage of one plan is among the same ranks as all-to-alls along fast axes, so that no operation may overtake
-    another. With `direct`, all stages are direct sends.
+    another.
     """
     stages = Plan.hierarchical(topology).stages
     is_inner = topology.axes[-1].name in slow
@@ -125,8 +123,6 @@ def mesh_and_partition(
 
     def over(group: dist.ProcessGroup, topology: Topology, plans: Sequence[Plan] = ()) -> Mesh:
         plans = [*plans] or [Plan.flat(topology)]
-        if direct:
-            plans = [dataclasses.replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
         turns = itertools.cycle(plans)
         mesh = Mesh.over(group, topology, plans)
         return dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes: next(turns)))
@@ -143,12 +139,11 @@ def run_all_to_alls(
     codec_of_o: Codec,
     v_first: bool,
     single_stage: bool,
-    direct: bool = False,
     keyframe_codec: Codec = EXACT,
 ) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
-    mesh, partition = mesh_and_partition(topology, slow, direct)
+    mesh, partition = mesh_and_partition(topology, slow)
     pairs, link_states, stats = Pairs(topology, slow, keyframe_codec), {}, CodecStats()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
@@ -215,15 +210,8 @@ def test_coded_all_to_all_equals_a_codec_per_pair(
 @pytest.mark.parametrize("single_stage", [False, True])
 def test_quantized_keyframes_carry_the_scales_of_each_head(single_stage: bool) -> None:
     codec, keyframe_codec = Codec(2, predictor=0.5), Codec(4, is_keyframe=True)
-    options = codec, codec, True, single_stage, False, keyframe_codec
+    options = codec, codec, True, single_stage, keyframe_codec
     ranks.run(run_all_to_alls, 4, "2x2", ("node",), *options)
-
-
-@pytest.mark.parametrize("slow", ["node", "gpu"])
-def test_concurrent_direct_sends_do_not_mix(slow: str) -> None:
-    """Keep messages apart if the slow axis is the inner one: the second stage of coded messages is among the same ranks
-    as the uncoded ones, which start first."""
-    ranks.run(run_all_to_alls, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
 
 
 def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: bool) -> tuple[list[int], int]:

@@ -53,7 +53,8 @@ BAD = {
             "hierarchical:node=kv,gpu",
             "hierarchical:node,gpu=kv",
             "hierarchical:node/4,gpu",
-            "flat**",
+            "flat*",
+            "hierarchical:gpu,node*",
             "Flat",
             "node,gpu",
         ),
@@ -94,9 +95,8 @@ GOOD = {
     "a2a": (
         "auto",
         "flat",
-        "flat*",
         "hierarchical",
-        "hierarchical:gpu,node*",
+        "hierarchical:gpu,node",
         "hierarchical:node+gpu",
         "hierarchical:gpu,node=kv",
     ),
@@ -230,7 +230,7 @@ def links(topology: str) -> list[dict]:
 
 
 PROFILE = {
-    **{"topology": "node=2,gpu=2", "ranks": 4, "links": links("2x2"), "contention": 1.0, "direct": None},
+    **{"topology": "node=2,gpu=2", "ranks": 4, "links": links("2x2"), "contention": 1.0},
     **{"launch_seconds": 1e-6, "copy_bytes_per_second": 1e9, "codec_bytes_per_second": 1e9, "coding_host_seconds": 0},
 }
 ALLOCATION = {
@@ -261,10 +261,9 @@ def with_part(value: Any, path: tuple, part: Any) -> Any:
     ("option", "mark", "content"),
     [
         ("profile", "", {"profile": PROFILE}),
-        ("profile", "", {"profile": {**PROFILE, "direct": PROFILE}}),
         ("schedule", "@", ALLOCATION),
     ],
-    ids=["profile", "profile with direct sends", "schedule"],
+    ids=["profile", "schedule"],
 )
 def test_changed_files_are_a_config_or_name_the_option(tmp_path: Path, option: str, mark: str, content: dict) -> None:
     file = tmp_path / "file.json"
@@ -285,11 +284,9 @@ def test_changed_files_are_a_config_or_name_the_option(tmp_path: Path, option: s
 
 def test_profiles_with_links_of_other_types_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    other = {**PROFILE, "topology": "node=4", "links": links("4")}
     for changed in (
         {"links": [{**links("2x2")[0], "latency_seconds": "short"}, links("2x2")[1]]},
         {"links": [{**links("2x2")[0], "bytes_per_second": None}, links("2x2")[1]]},
-        {"direct": other},
     ):
         file.write_text(json.dumps({"profile": {**PROFILE, **changed}}))
         with pytest.raises(ValueError, match=r"--cocodiff_profile: .* has no link profile"):

@@ -87,18 +87,6 @@ def test_predicted_times_of_a_ring() -> None:
     assert planner.ring_seconds(known, 2e6, 0.25e6, ["node"]) == pytest.approx(0.25 + 0.1, rel=1e-3)
 
 
-def test_predicted_times_of_gloos_all_gather() -> None:
-    """2 nodes of 2 GPUs, all links at 1 MB/s: between nodes goes each of three blocks, or by direct sends one to each
-    of two ranks there."""
-    known = profile("2x2", 1e6, 1e6)
-    with_direct = dataclasses.replace(known, direct=known)
-    flat, direct = Plan.flat(known.topology), dataclasses.replace(Plan.flat(known.topology), direct=(True,))
-    assert planner.gather_seconds(with_direct, flat, 1e6) == pytest.approx(3, rel=1e-3)
-    assert planner.gather_seconds(with_direct, direct, 1e6) == pytest.approx(2, rel=1e-3)
-    assert planner.choose_gather_plan(with_direct, 1e6) == direct
-    assert planner.gather_seconds(known, flat, 1e6) == pytest.approx(2, rel=1e-3), "other backends use several rings"
-
-
 WHOLE = Topology.parse("2x4")
 RANKS = SequenceRanks(4, Topology.flat(4), 2, WHOLE)
 

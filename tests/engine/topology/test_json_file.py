@@ -57,7 +57,7 @@ def binary(file: Path) -> None:
 def numbers(file: Path) -> None:
     """Integers beyond any float, and a number of ranks for which no list of them fits in memory."""
     big = "9" * 400
-    profile = {"topology": "node=2", "ranks": 2, "links": [], "contention": 1, "direct": None}
+    profile = {"topology": "node=2", "ranks": 2, "links": [], "contention": 1}
     profile |= {name: 1 for name in ("launch_seconds", "copy_bytes_per_second", "codec_bytes_per_second")}
     cache = {"schema": 9, "machine": {}, "profile": None, "schedules": {}, "precisions": {"a": [0, True]}}
     schedule = {"format": "cocodiff schedule 1", "starts": [0], "layers": [], "schedule": [], "first": "exact"}

@@ -286,7 +286,7 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -
         profiles.append(tmp_path / f"{bandwidth}.json")
         profiles[-1].write_text(json.dumps({"profile": Profile(topology, links, 1e-5, 1e9, 1e9).to_json()}))
     values = {
-        "A2A": ("flat", "flat*"),
+        "A2A": ("flat", "hierarchical:node=kv"),
         "PROFILE": tuple(map(str, profiles)),
         "SCHEDULE": ("bits=4", "bits=2"),
         "SLOW_AXES": ("node", "gpu"),

@@ -79,18 +79,14 @@ class Probe:
     def measure(self) -> Profile:
         """Measure and return the profile."""
         speeds, host_seconds = (self._copy_speed(), self._codec_speed()), self._coding_host_seconds()
-        profile = self._measure_links(speeds, host_seconds, direct=False)
-        if devices.capabilities(self.device.type).supports_direct_sends:
-            # Direct sends can only be faster than gloo's collective, which is that of CPUs.
-            return dataclasses.replace(profile, direct=self._measure_links(speeds, host_seconds, direct=True))
-        return profile
+        return self._measure_links(speeds, host_seconds)
 
-    def _measure_links(self, speeds: tuple[float, float], host_seconds: float, direct: bool) -> Profile:
-        """Measure the profile of collectives or of direct sends, given speeds of copies and codec, and host time."""
+    def _measure_links(self, speeds: tuple[float, float], host_seconds: float) -> Profile:
+        """Measure the profile, given speeds of copies and codec, and host time."""
         topology = self.mesh.topology
-        samples = [self._sample(stage, direct) if stage else None for stage in self._axes]
+        samples = [self._sample(stage) if stage else None for stage in self._axes]
         flat = Plan.flat(topology).stages[0]
-        flat_sample = self._sample(flat, direct) if len(flat) > 1 else None
+        flat_sample = self._sample(flat) if len(flat) > 1 else None
         launch = _launch_seconds(topology.shape, samples, flat_sample)
         links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, samples, strict=True))
         profile = Profile(topology, links, launch, *speeds, coding_host_seconds=host_seconds)
@@ -99,24 +95,24 @@ class Probe:
         predicted = stage_cost(profile, flat, flat_sample.more_bytes).wire
         return dataclasses.replace(profile, contention=flat_sample.more_seconds / predicted)
 
-    def _sample(self, stage: Stage, direct: bool) -> Sample:
+    def _sample(self, stage: Stage) -> Sample:
         """Time a tiny message, then larger ones until one takes long enough to show the bandwidth."""
         size = self.mesh.topology.size
-        small = self._seconds(stage, direct, _PEER_BYTES * size, _SMALL_CALLS)
+        small = self._seconds(stage, _PEER_BYTES * size, _SMALL_CALLS)
         message, enough = _FIRST_BYTES, small + max(_SHORTEST_SECONDS, min(_LONGEST_SECONDS, 10 * small))
         # On slow links these messages take long: one call each, and more calls for the one that is large enough.
-        seconds = self._seconds_of_large(stage, direct, message, enough)
+        seconds = self._seconds_of_large(stage, message, enough)
         while seconds < enough and message < _LAST_BYTES:
             message *= _GROWTH
-            seconds = self._seconds_of_large(stage, direct, message, enough)
+            seconds = self._seconds_of_large(stage, message, enough)
         return Sample(small, message - _PEER_BYTES * size, max(seconds - small, 1e-9))
 
-    def _seconds_of_large(self, stage: Stage, direct: bool, message: int, enough: float) -> float:
+    def _seconds_of_large(self, stage: Stage, message: int, enough: float) -> float:
         """Return the time of a message, from more rounds if it is large enough."""
-        seconds = self._seconds(stage, direct, message, 1, rounds=1)
+        seconds = self._seconds(stage, message, 1, rounds=1)
         if seconds < enough:
             return seconds
-        return min(seconds, self._seconds(stage, direct, message, 1, rounds=ROUNDS - 1))
+        return min(seconds, self._seconds(stage, message, 1, rounds=ROUNDS - 1))
 
     def _copy_speed(self) -> float:
         """Return the bytes per second at which a message is reordered between two stages."""
@@ -157,12 +153,12 @@ class Probe:
         code_layer()  # the keyframe that creates the references
         return self._fastest(code_layer, _HOST_CALLS) / len(values_of)
 
-    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int, rounds: int | None = None) -> float:
+    def _seconds(self, stage: Stage, message_bytes: int, calls: int, rounds: int | None = None) -> float:
         """Return the time of a message along a stage; `rounds` is given if the stage is warmed up."""
         topology = self.mesh.topology
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
-        plan, calls = Plan(topology, (stage,), direct=(direct,)), calls_per_sample(calls, topology.size)
+        plan, calls = Plan(topology, (stage,)), calls_per_sample(calls, topology.size)
         return self._fastest(lambda: self.mesh.stages.start(message, plan, 0)(), calls, rounds)
 
     def _fastest(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:

@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import devices, head_groups, planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.engine.topology.plans import DIRECT, Plan
+from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 _QKV = 3
@@ -100,8 +100,6 @@ def set_up_comm(
         parent: mesh whose comm stream and traffic statistics the new mesh shares.
         may_gather: whether layers may gather K and V along some axes; not in a ring, nor beside one.
     """
-    if config.plan:
-        check_plan_on_device(config.plan, device, "--cocodiff_a2a")
     mesh = _new_mesh(config, device, group, config.topology, _plans_of(config))
     if parent:
         mesh = mesh.as_part_of(parent, "+".join(axis.name for axis in reversed(config.topology.axes)))
@@ -187,8 +185,7 @@ def _link_profile(
         # The probe needs groups for all axes, and the mesh of a named plan has those of its own stages only.
         probed = _new_mesh(config, device, group, config.topology) if config.plan else setup.mesh
         setup.cache.profile = link_probe.measure(probed, device)
-    profile = config.profile or setup.cache.profile
-    return profile_for_device(profile, device) if profile else None
+    return config.profile or setup.cache.profile
 
 
 def _partition(
@@ -232,10 +229,7 @@ def _with_planner(mesh: Mesh, profile: Profile | None) -> Mesh:
     if profile is None:
         return mesh
     plans = PlanTable(profile.restrict_to(mesh.topology))
-    # On CPUs all-gathers use direct sends, which the profile of an accelerator's links does not cover.
-    gathers = profile.direct is not None or not devices.capabilities(mesh.comm_stream.device.type).supports_direct_sends
-    choose_gather = plans.gather if gathers else lambda block_bytes: None
-    return replace(mesh, policy=PlanPolicy(plans, plans.table(), choose_gather=choose_gather))
+    return replace(mesh, policy=PlanPolicy(plans, plans.table(), choose_gather=plans.gather))
 
 
 def _with_early_sends(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Mesh:
@@ -262,24 +256,3 @@ def _with_head_groups(mesh: Mesh, profile: Profile) -> Mesh:
     they are only used if they are set."""
     splits_heads = functools.partial(head_groups.head_groups_pay, profile, mesh.policy.choose)
     return replace(mesh, policy=replace(mesh.policy, splits_heads=splits_heads))
-
-
-def check_plan_on_device(plan: Plan, device: torch.device, option: str) -> None:
-    """Check, before any collective, that a device supports the direct sends of a plan.
-
-    On an accelerator sends and receives run in stream order: each rank would block in its first receive, and no rank
-    would reach its sends. Gloo, which direct sends are for, has no such order.
-
-    Raises:
-        ValueError: the plan has direct sends and the device does not support them; names the option.
-    """
-    if any(plan.direct) and not devices.capabilities(device.type).supports_direct_sends:
-        raise ValueError(
-            f"{option}: '{plan}' has direct sends ({DIRECT}), which only CPUs support; valid on {device.type} are "
-            f"plans without {DIRECT}, or 'auto'"
-        )
-
-
-def profile_for_device(profile: Profile, device: torch.device) -> Profile:
-    """Return the profile without direct sends if the device does not support them."""
-    return profile if devices.capabilities(device.type).supports_direct_sends else replace(profile, direct=None)

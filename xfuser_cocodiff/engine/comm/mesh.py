@@ -204,9 +204,7 @@ class Mesh:
 
     def gather_plan(self, block_bytes: int) -> Plan:
         """Return the plan of an all-gather: the policy's, else one stage per axis, outermost first."""
-        return self.policy.choose_gather(block_bytes) or Plan.hierarchical_gather(
-            self.topology, devices.capabilities(self.stages.device.type).supports_direct_sends
-        )
+        return self.policy.choose_gather(block_bytes) or Plan.hierarchical_gather(self.topology)
 
     def all_gather(self, block: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Gather the blocks of all ranks.

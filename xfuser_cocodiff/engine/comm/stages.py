@@ -1,4 +1,4 @@
-"""Execution of a plan's stages: one collective, or direct sends, among the ranks of the stage.
+"""Execution of a plan's stages: one collective each, among the ranks of the stage.
 
 In an all-to-all each of these ranks receives another block of a rank's buffer, in an all-gather all of it.
 """
@@ -22,10 +22,6 @@ from xfuser_cocodiff.engine.topology.topology import FLAT
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather into one tensor, under the name that this PyTorch has for it."""
-_TAG = 0
-"""Tag of direct sends. One is enough: all ranks start the stages of a group in the same order, a stage posts its
-receives when it starts, and messages between two ranks keep their order."""
-
 
 PendingStage = Callable[[], torch.Tensor]
 """A started stage: waits for its end and returns what was received, indexed by source."""
@@ -85,8 +81,7 @@ class Stages:
             outgoing = _to_host(sent) if self.staged else sent
             self.traffic.count_bytes(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
             start_event = self.traffic.record_start(sent.device)
-            run = _send_directly if plan.direct[number] else _run_collective
-            received, works = run(outgoing, self._empty(shape, outgoing), group, gathers)
+            received, works = _run_collective(outgoing, self._empty(shape, outgoing), group, gathers)
 
         def wait() -> torch.Tensor:
             with self.traffic.time_stage(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
@@ -149,18 +144,3 @@ def _traceable_all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch
 
 def _wait(received: torch.Tensor) -> torch.Tensor:
     return received.wait() if isinstance(received, functional.AsyncCollectiveTensor) else received
-
-
-def _send_directly(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Started:
-    """Send each rank of a group its block, or the whole buffer, after all receives are posted (see :mod:`plans`)."""
-    size, rank = group.size(), group.rank()
-    targets = received.view(size, -1).unbind()
-    sources = [sent.view(-1)] * size if gathers else sent.view(size, -1).unbind()
-    # Peers in the order of their distance, so that ranks do not all send to the same one first.
-    receive_from = [(rank - distance) % size for distance in range(1, size)]
-    send_to = [(rank + distance) % size for distance in range(1, size)]
-    receives = [group.recv([targets[peer]], peer, _TAG) for peer in receive_from]
-    sends = [group.send([sources[peer]], peer, _TAG) for peer in send_to]
-    targets[rank].copy_(sources[rank])
-    # The block that arrives last is waited for first, so that the thread sleeps and wakes only once.
-    return received, (*receives[::-1], *sends)

@@ -15,8 +15,6 @@ class Capabilities:
     is_asynchronous: bool = True
     """Whether the host queues work in streams and does not see when it ends. Then the host cannot time layers, avoids
     reading values, and pins memory for copies. On a synchronous device, work is done when a call returns."""
-    supports_direct_sends: bool = False
-    """Whether receives can be posted before sends. Not where they run in stream order: ranks would deadlock."""
     functional_only: bool = False
     """Whether only functional collectives are safe; the others corrupt data (intel/torch-xpu-ops#3021)."""
     uses_triton: bool = False
@@ -28,7 +26,7 @@ class Capabilities:
 
 
 _CAPABILITIES = {
-    "cpu": Capabilities(is_asynchronous=False, supports_direct_sends=True),
+    "cpu": Capabilities(is_asynchronous=False),
     "cuda": Capabilities(uses_triton=True, has_stream_priorities=True, supports_graph_capture=True),
     "xpu": Capabilities(functional_only=True, uses_triton=True, has_stream_priorities=True),
 }

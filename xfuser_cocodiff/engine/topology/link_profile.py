@@ -46,8 +46,6 @@ class Profile:
     coding_host_seconds: float = 0.0
     """Host time that encoding and decoding a tensor of a layer takes on an asynchronous device; 0 if unknown, and on
     CPUs, where it is part of the codec's speed."""
-    direct: "Profile | None" = None
-    """Profile of the same machine with direct sends; None where they cannot be faster than the backend's collective."""
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
@@ -60,13 +58,11 @@ class Profile:
     def restrict_to(self, topology: Topology) -> "Profile":
         """Return the profile of a topology that has some of the axes."""
         links = {axis.name: link for axis, link in zip(self.topology.axes, self.links, strict=True)}
-        direct = self.direct and self.direct.restrict_to(topology)
-        return replace(self, topology=topology, links=tuple(links[axis.name] for axis in topology.axes), direct=direct)
+        return replace(self, topology=topology, links=tuple(links[axis.name] for axis in topology.axes))
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as JSON values; the inverse of :meth:`from_json`."""
-        direct = self.direct and self.direct.to_json()
-        return {**asdict(self), "topology": str(self.topology), "ranks": self.topology.size, "direct": direct}
+        return {**asdict(self), "topology": str(self.topology), "ranks": self.topology.size}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Profile":
@@ -85,17 +81,12 @@ class Profile:
             )
             figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
             figures["coding_host_seconds"] = float(values.get("coding_host_seconds", 0.0))
-            direct = values["direct"] and cls.from_json(values["direct"])
         except KeyError as error:
             raise ValueError(f"not a link profile: {error} is missing") from None
         except (TypeError, OverflowError, AttributeError) as error:
             raise ValueError(f"not a link profile: {error}") from None
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
             raise ValueError(f"not a link profile: its links are not those of the topology {topology}")
-        if direct and direct.topology != topology:
-            raise ValueError(
-                f"not a link profile: its direct sends have the topology {direct.topology}, not {topology}"
-            )
         speeds = [
             figures["contention"],
             *(figures[name] for name in _SPEEDS),
@@ -104,7 +95,7 @@ class Profile:
         times = [figures["launch_seconds"], figures["coding_host_seconds"], *(link.latency_seconds for link in links)]
         if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a link profile: speeds must be positive, and times finite and not negative")
-        return cls(topology, links, **figures, direct=direct)
+        return cls(topology, links, **figures)
 
     @classmethod
     def read(cls, file: Path) -> "Profile":

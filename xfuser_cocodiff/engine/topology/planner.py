@@ -19,8 +19,6 @@ which grow with the number of stages."""
 EARLY_SEND_MARGIN = 0.03
 """Fraction of the time of one message that an early send must save. Autotuning compares both, except in compiled
 graphs."""
-DIRECT_MARGIN = 0.05
-"""Fraction of its time that a stage must save by direct sends in place of a collective."""
 GATHER_MARGIN = 0.03
 """Fraction of the time of a layer's messages that gathering K and V must save to be tried. Autotuning compares both."""
 CODED_RATIO = 0.1
@@ -35,16 +33,14 @@ class StageCost:
     wire: float
 
 
-def stage_cost(profile: Profile, stage: Stage, message_bytes: float, direct: bool = False) -> StageCost:
+def stage_cost(profile: Profile, stage: Stage, message_bytes: float) -> StageCost:
     """Return the cost of one stage of an all-to-all.
 
     Args:
         profile: link profile.
         stage: axes that the stage crosses.
         message_bytes: size of the message of each rank, including the block that it keeps.
-        direct: whether the stage uses direct sends.
     """
-    profile = _profile_of(profile, direct)
     sizes = profile.topology.shape
     block = message_bytes / math.prod(sizes[dim] for dim in stage)
     host, wire, inner = profile.launch_seconds, 0.0, 1
@@ -70,8 +66,7 @@ def all_to_all_seconds(profile: Profile, plan: Plan, message_bytes: float) -> fl
 
 def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
     """Return host and link seconds of an all-to-all, over all stages; the parts of :func:`all_to_all_seconds`."""
-    stages = zip(plan.stages, plan.direct, strict=True)
-    costs = [stage_cost(profile, stage, message_bytes, direct) for stage, direct in stages]
+    costs = [stage_cost(profile, stage, message_bytes) for stage in plan.stages]
     copies = (len(plan.stages) - 1) * message_bytes / profile.copy_bytes_per_second
     return StageCost(sum(cost.host for cost in costs) + copies, sum(cost.wire for cost in costs))
 
@@ -240,23 +235,19 @@ def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
 def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
     """Return the predicted time of an all-gather, whose stages each send everything gathered so far.
 
-    The measured contention applies to all-to-alls and is ignored. A collective all-gather sends from neighbor to
-    neighbor. Gloo, the only backend with direct sends, has one ring, in which the slowest link carries the blocks of
-    all ranks but one. Other backends have several rings, so that each axis carries only what must cross it.
+    The measured contention applies to all-to-alls and is ignored. An all-gather sends from neighbor to neighbor, in
+    several rings, so that each axis carries only what must cross it.
 
     Args:
         profile: link profile.
         plan: plan of the all-gather; PyTorch's ring attention, which xDiT runs, corresponds to the flat one.
         block_bytes: size of the block of each rank.
     """
-    direct = profile.direct and replace(profile.direct, contention=1.0)
-    profile, seconds = replace(profile, contention=1.0, direct=direct), 0.0
-    for stage, is_direct in zip(plan.stages, plan.direct, strict=True):
+    profile, seconds = replace(profile, contention=1.0), 0.0
+    for stage in plan.stages:
         ranks = math.prod(profile.topology.shape[dim] for dim in stage)
-        cost = stage_cost(profile, stage, ranks * block_bytes, is_direct)
-        slowest = min(profile.links[dim].bytes_per_second for dim in stage)
-        is_one_ring = direct and not is_direct and len(stage) > 1
-        seconds += cost.host + ((ranks - 1) * block_bytes / slowest if is_one_ring else cost.wire)
+        cost = stage_cost(profile, stage, ranks * block_bytes)
+        seconds += cost.host + cost.wire
         block_bytes *= ranks
     return seconds
 
@@ -267,10 +258,7 @@ def choose_gather_plan(profile: Profile, block_bytes: float) -> Plan:
     def penalized_seconds(plan: Plan) -> float:
         return gather_seconds(profile, plan, block_bytes) / (1 - MARGIN * _extra_stages(plan))
 
-    plans = candidates(profile.topology)
-    if profile.direct:
-        plans += [replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
-    return min(plans, key=penalized_seconds)
+    return min(candidates(profile.topology), key=penalized_seconds)
 
 
 def ring_seconds(
@@ -345,18 +333,12 @@ def has_outermost(topology: Topology, axes: Sequence[str]) -> bool:
     return bool(named) and moving[: len(named)] == named
 
 
-def _profile_of(profile: Profile, direct: bool) -> Profile:
-    """Return the profile of direct sends if asked for and measured, else that of collectives."""
-    return profile.direct if direct and profile.direct else profile
-
-
 def rank_plans(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
     """Return all plans of an all-to-all with their predicted seconds, best first.
 
     They are sorted by their times, increased by the margin that each additional stage must save.
     """
-    plans = [_with_direct_stages(profile, plan, message_bytes) for plan in candidates(profile.topology)]
-    timed = [(plan, all_to_all_seconds(profile, plan, message_bytes)) for plan in plans]
+    timed = [(plan, all_to_all_seconds(profile, plan, message_bytes)) for plan in candidates(profile.topology)]
     return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _extra_stages(pair[0])))
 
 
@@ -369,21 +351,7 @@ def _extra_stages(plan: Plan) -> int:
     return len(plan.stages) - 1
 
 
-def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> Plan:
-    """Return the plan with direct sends in the stages where they are faster."""
-    if profile.direct is None:
-        return plan
-
-    def is_faster(stage: Stage) -> bool:
-        costs = [stage_cost(profile, stage, message_bytes, direct) for direct in (False, True)]
-        collective, direct = (cost.host + cost.wire for cost in costs)
-        return direct < (1 - DIRECT_MARGIN) * collective
-
-    return replace(plan, direct=tuple(map(is_faster, plan.stages)))
-
-
 def lower_bound_seconds(profile: Profile, message_bytes: float) -> float:
     """Return a lower bound over all plans: the time of the busiest axis for the bytes that must cross it."""
     flat = Plan.flat(profile.topology).stages[0]
-    profiles = [profile, profile.direct] if profile.direct else [profile]
-    return min(stage_cost(each, flat, message_bytes).wire / each.contention for each in profiles)
+    return stage_cost(profile, flat, message_bytes).wire / profile.contention

@@ -1,10 +1,7 @@
 """Plans: the stages of an all-to-all and their order.
 
-A stage is one all-to-all along one axis or several merged axes: a collective of the backend, or direct sends to each
-peer after all receives have been posted. Gloo's collective posts its sends first; the message that a rank is ready to
-receive then queues behind its own data, and the two directions of a link alternate. Direct sends keep both directions
-busy, but each costs a call from Python. All plans of a topology have the same result; which one is fastest depends on
-the links and the message size, and is chosen by the planner.
+A stage is one collective along one axis or several merged axes. All plans of a topology have the same result; which one
+is fastest depends on the links and the message size, and is chosen by the planner.
 
 A plan may say that attention gathers K and V along the outermost axes, so that neither Q nor O crosses them. Where a
 layer cannot, its all-to-alls cross these axes in the plan's last stage.
@@ -13,13 +10,11 @@ layer cannot, its all-to-alls cross these axes in the plan's last stage.
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 
 HIERARCHICAL = "hierarchical"
-DIRECT = "*"
-"""Mark of a stage with direct sends."""
 GATHER = "=kv"
 """Mark of the axes along which K and V are gathered."""
 
@@ -30,8 +25,8 @@ Stage = tuple[int, ...]
 """Adjacent axes that one all-to-all crosses, by number, ascending."""
 
 NOTATION = (
-    f"{FLAT!r}, {HIERARCHICAL!r}, or stages in their order such as '{HIERARCHICAL}:tile+gpu,node{DIRECT}' "
-    f"({DIRECT}: direct sends; {GATHER} after the last stage: K and V are gathered along the outermost axes)"
+    f"{FLAT!r}, {HIERARCHICAL!r}, or stages in their order such as '{HIERARCHICAL}:tile+gpu,node' "
+    f"({GATHER} after the last stage: K and V are gathered along the outermost axes)"
 )
 
 
@@ -41,8 +36,6 @@ class Plan:
 
     topology: Topology
     stages: tuple[Stage, ...]
-    direct: tuple[bool, ...] = ()
-    """Whether each stage uses direct sends; none does when not given."""
     gathers_kv: bool = False
     """Whether K and V are gathered along the axes of the last stage, which are the outermost."""
     shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -56,7 +49,6 @@ class Plan:
         # Computed once, because every all-to-all reads them; the lock of a cached property would break a traced graph.
         outermost_first = sorted(self.stages)
         derived = {
-            "direct": self.direct or (False,) * len(self.stages),
             "shape": tuple(math.prod(self.topology.shape[dim] for dim in stage) for stage in outermost_first),
             "dims": tuple(map(outermost_first.index, self.stages)),
             "labels": tuple(map(self._label, self.stages)),
@@ -75,13 +67,12 @@ class Plan:
         return cls(topology, tuple((dim,) for dim in reversed(_nontrivial_dims(topology))) or ((),))
 
     @classmethod
-    def hierarchical_gather(cls, topology: Topology, direct: bool = False) -> "Plan":
+    def hierarchical_gather(cls, topology: Topology) -> "Plan":
         """Return the all-gather plan of one stage per axis, outermost first.
 
         Each stage sends everything gathered so far, so that the slowest links, which come first, carry the least.
         """
-        stages = tuple((dim,) for dim in _nontrivial_dims(topology)) or ((),)
-        return cls(topology, stages, direct=(direct,) * len(stages))
+        return cls(topology, tuple((dim,) for dim in _nontrivial_dims(topology)) or ((),))
 
     @classmethod
     def parse(cls, text: str, topology: Topology) -> "Plan":
@@ -90,26 +81,26 @@ class Plan:
         Raises:
             ValueError: invalid notation, or stages that do not name every axis of the topology once.
         """
+        if "*" in text:  # as in version 0.2
+            raise ValueError(f"{text!r} is not valid: direct sends (*) were removed; leave * out")
         kind, _, stages = text.strip().partition(":")
-        if kind in (FLAT, FLAT + DIRECT) and not stages:
-            return replace(cls.flat(topology), direct=(kind.endswith(DIRECT),))
+        if kind == FLAT and not stages:
+            return cls.flat(topology)
         if kind != HIERARCHICAL or "/" in stages:  # a chunk count of earlier versions, as in "node/4"
             raise ValueError(f"{text!r} is not valid; valid are {NOTATION}")
         if not stages:
             return cls.hierarchical(topology)
         dims = {topology.axes[dim].name: dim for dim in _nontrivial_dims(topology)}
         gathers_kv = stages.endswith(GATHER)
-        marked = stages.removesuffix(GATHER).split(",")
-        names = [stage.removesuffix(DIRECT).split("+") for stage in marked]
+        names = [stage.split("+") for stage in stages.removesuffix(GATHER).split(",")]
         if sorted(itertools.chain(*names)) != sorted(dims):
             raise ValueError(f"{text!r} must name each of the axes {', '.join(dims)} once")
         parsed = tuple(tuple(sorted(dims[name] for name in stage)) for stage in names)
         if set(parsed) - set(itertools.chain(*_partitions(_nontrivial_dims(topology)))):
             raise ValueError(f"{text!r} merges axes that are not adjacent; their order is {', '.join(dims)}")
-        direct = tuple(stage.endswith(DIRECT) for stage in marked)
         if gathers_kv and min(parsed[-1]) != _nontrivial_dims(topology)[0]:
             raise ValueError(f"{text!r} must gather K and V along the outermost axis, {next(iter(dims))}")
-        return cls(topology, parsed, direct, gathers_kv)
+        return cls(topology, parsed, gathers_kv)
 
     @property
     def is_flat(self) -> bool:
@@ -154,15 +145,13 @@ class Plan:
         return "+".join(self.topology.axes[dim].name for dim in reversed(stage))
 
     def __str__(self) -> str:
-        marks = [DIRECT if direct else "" for direct in self.direct]
         if self.is_flat and not self.gathers_kv:
-            return FLAT + marks[0]
-        stages = ",".join(label + mark for label, mark in zip(self.labels, marks, strict=True))
-        return f"{HIERARCHICAL}:{stages}{GATHER * self.gathers_kv}"
+            return FLAT
+        return f"{HIERARCHICAL}:{','.join(self.labels)}{GATHER * self.gathers_kv}"
 
 
 def candidates(topology: Topology) -> list[Plan]:
-    """Return every plan of collectives that the planner considers: the flat one first, then by number of stages."""
+    """Return every plan that the planner considers: the flat one first, then by number of stages."""
     partitions = sorted(_partitions(_nontrivial_dims(topology)), key=len)
     return [Plan(topology, order) for partition in partitions for order in itertools.permutations(partition[::-1])]
 

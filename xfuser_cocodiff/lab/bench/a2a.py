@@ -14,7 +14,6 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.interleaved_timing import max_over_ranks, time_interleaved
-from xfuser_cocodiff.engine.autotune.plan_selection import profile_for_device
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
@@ -56,10 +55,10 @@ def measure(
     progress.report("probing the links")
     mesh = Mesh.over(group, topology, candidates(topology), device=device)
     started = time.perf_counter()
-    profile = profile_for_device(link_probe.measure(mesh, device), device)
+    profile = link_probe.measure(mesh, device)
     probe_seconds = max_over_ranks(time.perf_counter() - started, device)
     cluster = links.from_environment()
-    plans = {str(plan): plan for plan in fixed_plans(topology, profile)}
+    plans = {str(plan): plan for plan in fixed_plans(topology)}
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
@@ -101,18 +100,13 @@ def _check_bits(calls: dict[str, Callable], size: int) -> None:
             raise RuntimeError(f"the output of plan {name!r} differs from stock's, at {size} bytes per rank")
 
 
-def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
-    """Return the flat plan and every set of stages, innermost first and outermost first.
-
-    Innermost-first plans also with point-to-point sends, if the profile has these.
-    """
+def fixed_plans(topology: Topology) -> list[Plan]:
+    """Return the flat plan and every set of stages, innermost first and outermost first."""
     plans: list[Plan] = []
     for plan in candidates(topology):
         inward = sorted(plan.stages)
         if list(plan.stages) in (inward, inward[::-1]):
             plans.append(plan)
-        if list(plan.stages) == inward[::-1] and profile.direct:
-            plans.append(replace(plan, direct=(True,) * len(plan.stages)))
     return plans
 
 

@@ -41,7 +41,6 @@ def measure(
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
     profile = link_probe.measure(mesh, device)
     ended = time.perf_counter()
-    fastest = profile.direct or profile
     return {
         **host.header(),
         "topology_inferred": str(inferred),
@@ -51,10 +50,10 @@ def measure(
             {
                 "name": axis.name,
                 "size": axis.size,
-                "latency_us": 1e6 * (fastest.launch_seconds + link.latency_seconds * (axis.size - 1)),
+                "latency_us": 1e6 * (profile.launch_seconds + link.latency_seconds * (axis.size - 1)),
                 "bytes_per_second": link.bytes_per_second,
             }
-            for axis, link in zip(topology.axes, fastest.links, strict=True)
+            for axis, link in zip(topology.axes, profile.links, strict=True)
         ],
         "pairs": measured.to_json(),
         "profile": profile.to_json(),

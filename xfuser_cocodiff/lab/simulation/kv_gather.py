@@ -70,9 +70,8 @@ class KvGather:
 
     def is_tried(self, profile: Profile, by_heads: Sequence[float]) -> bool:
         """Return whether a lossless layer tries it; for the arguments see :func:`planner.gather_pays`."""
-        if self.num_fast == 1 or profile.direct:  # on CPUs, which have direct sends, it is not tried
-            return False
-        return planner.gather_pays(profile, self.axes, by_heads, [self.tensor_bytes(name) for name in "qkv"])
+        tensors = [self.tensor_bytes(name) for name in "qkv"]
+        return self.num_fast > 1 and planner.gather_pays(profile, self.axes, by_heads, tensors)
 
     def message(
         self, names: str, payload: float | None = None, groups: int = 1, operators: int = 0, codec_operators: int = 0

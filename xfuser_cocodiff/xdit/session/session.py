@@ -93,8 +93,8 @@ class Session:
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Looked up here, since PyTorch cannot trace cached functions.
-        self._sends_directly = (
-            self.mesh is not None and devices.capabilities(self.mesh.stages.device.type).supports_direct_sends
+        self._is_on_host = (
+            self.mesh is not None and not devices.capabilities(self.mesh.stages.device.type).is_asynchronous
         )
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
@@ -119,7 +119,7 @@ class Session:
         Codecs run in these operators only, and on a CPU they are faster. Otherwise graphs have collectives that PyTorch
         traces, which CUDA graphs can capture.
         """
-        return self.runtime is not None or self._sends_directly
+        return self.runtime is not None or self._is_on_host
 
     def mesh_of(self, schedule: OverlapSchedule) -> Mesh:
         """Return the mesh for the all-to-alls of a schedule."""
