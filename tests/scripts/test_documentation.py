@@ -253,7 +253,7 @@ def test_commands_run_with_a_small_model(page: str, hub: Path, tmp_path: Path) -
     blocks = [block for block in runnable(page, "torchrun", "cocodiff") if "cocodiff compare" not in block]
     assert blocks
     for block in blocks:
-        block = re.sub(r"(nproc_per_node=|ulysses_degree )8", r"\g<1>4", block).replace("gpu=4", "gpu=2")
+        block = re.sub(r"(nproc_per_node=|ulysses_degree )8", r"\g<1>4", block)
         for model in ("--model black-forest-labs/FLUX.1-dev", "--model FLUX.1-dev"):
             block = block.replace(model, f"{model} {SMALL}")
         block = block.replace("flux_example.py", f"{FLUX_SCRIPT} --coco_path latents.safetensors")

@@ -88,8 +88,7 @@ def _topology(options: argparse.Namespace) -> Topology:
         except ValueError as error:
             raise ValueError(f"--topology: {error}") from None
     cluster = links.from_environment()
-    # Not by sockets: nodes may differ in them, and these commands do not compare what ranks detect.
-    return cluster.topology if cluster else detected_topology.topology_of_launcher(size, os.environ)
+    return cluster.topology if cluster else detected_topology.detect_topology(size, os.environ)
 
 
 def parse_sizes(text: str) -> list[int]:

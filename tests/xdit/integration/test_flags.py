@@ -326,20 +326,6 @@ def test_ranks_that_detect_different_topologies_are_flat() -> None:
     assert ranks.run(config_of, 4, asked, environments, False) == ["flat|flat|exact|True"] * 4
 
 
-def config_where_sockets_differ(rank: int) -> str:
-    """Return the config where only the first node's PCIe tree shows its sockets."""
-    from xfuser_cocodiff.engine.topology.topology import Topology
-    from xfuser_cocodiff.xdit.platforms import detected_topology
-
-    detected_topology.detect_topology = lambda *_: Topology.parse("node=2,socket=2" if rank < 2 else "node=2,gpu=2")
-    return config_of(rank, ULYSSES_4, [{"LOCAL_WORLD_SIZE": "2"}], runner=False)
-
-
-def test_ranks_that_detect_different_sockets_keep_their_nodes() -> None:
-    """A flat topology would cost the node axis, and with it the default mode of several nodes."""
-    assert ranks.run(config_where_sockets_differ, 4) == ["node=2,gpu=2|None|balanced|True"] * 4
-
-
 def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     """Return the topology after initialize_runtime_state, and the messages of the plugin."""
     import logging

@@ -7,8 +7,6 @@ decides whether a device is a tile or a whole GPU, and ZE_AFFINITY_MASK, which h
 import re
 from collections.abc import Mapping, Sequence
 
-from xfuser_cocodiff.engine.topology import pci
-from xfuser_cocodiff.engine.topology.pci import DevicePlace
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 _LOCAL_SIZES = (
@@ -106,10 +104,8 @@ def tiles_per_gpu(environment: Mapping[str, str], device_name: str = "") -> int:
     return 2 if tiles_are_devices and (two_tiles or not device_name) else 1
 
 
-def detect(
-    degree: int, environment: Mapping[str, str], device_name: str = "", places: Sequence[DevicePlace] = ()
-) -> Topology:
-    """Return the topology of the Ulysses groups of `degree` consecutive ranks, as far as launcher and system tell.
+def detect(degree: int, environment: Mapping[str, str], device_name: str = "") -> Topology:
+    """Return the topology of the Ulysses groups of `degree` consecutive ranks, as far as the launcher tells.
 
     It is flat if groups would be divided unevenly by nodes, or if no launcher sets the ranks per node.
 
@@ -117,7 +113,6 @@ def detect(
         degree: number of ranks of a group.
         environment: environment of the process.
         device_name: name of the device in its driver; empty if there is none.
-        places: places of the devices of this node's ranks in the PCIe tree; empty if they are unknown or do not matter.
     """
     local = ranks_per_node(environment) or degree
     tiles = tiles_per_gpu(environment, device_name)
@@ -127,20 +122,8 @@ def detect(
     if inside % tiles or local % tiles:
         tiles = 1
     sizes = {"node": degree // inside, "gpu": inside // tiles, "tile": tiles}
-    if axis := _axis_in_node(places, local, inside):
-        name, count = axis
-        if sizes["gpu"] % count == 0:
-            sizes |= {name: count, "gpu": sizes["gpu"] // count}
     named = {name: size for name, size in sizes.items() if size > 1}
     # Processes started by other means within a SLURM job see the job's variables too.
     if named.get("node", 1) > (_uniform_count(environment.get("SLURM_NNODES", "")) or degree):
         return Topology.flat(degree)
     return Topology.named(**named) if len(named) > 1 or "node" in named else Topology.flat(degree)
-
-
-def _axis_in_node(places: Sequence[DevicePlace], local: int, inside: int) -> tuple[str, int] | None:
-    """Return the axis of sockets or switches of every group of `inside` ranks on this node, if all have the same."""
-    if len(places) != local:
-        return None
-    axes = {pci.axis_of(places[first : first + inside]) for first in range(0, local, inside)}
-    return axes.pop() if len(axes) == 1 else None

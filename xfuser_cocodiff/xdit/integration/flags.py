@@ -128,9 +128,6 @@ def agree_on_config(
     def detect(size: int) -> Topology:
         return detected_topology.detect_topology(size, os.environ)
 
-    def without_sockets(size: int) -> Topology:
-        return detected_topology.topology_of_launcher(size, os.environ)
-
     def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig | None:
         check_variables(os.environ)
         ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
@@ -143,8 +140,6 @@ def agree_on_config(
 
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.
     topology, proposals = detect, gather_proposals(functools.partial(propose, detect))
-    if _only_detection_differs(proposals):
-        topology, proposals = without_sockets, gather_proposals(functools.partial(propose, without_sockets))
     if _only_detection_differs(proposals):
         warn_once("ranks detect different topologies, so the all-to-all is flat; set --cocodiff_topology")
         topology, proposals = Topology.flat, gather_proposals(functools.partial(propose, Topology.flat))
