@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xfuser_cocodiff.engine.settings import removed_options
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
-from xfuser_cocodiff.engine.settings.options import OPTIONS
+from xfuser_cocodiff.engine.settings.options import OPTIONS, Option
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -166,6 +166,17 @@ def test_removed_values_say_what_holds_instead(field: str, value: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"--{field}: {value!r} was removed: {successor}")):
         config_of({**SHARED, field: value})
     assert resolve({field: value}, {}, RANKS, "cpu") is None
+
+
+@pytest.mark.parametrize("option", removed_options.REMOVED_OPTIONS, ids=lambda option: option.field)
+def test_removed_options_say_what_holds_instead(option: Option) -> None:
+    for values, variables, source in (
+        ({option.field: "1"}, {}, option.flag),
+        ({}, {option.variable: "1"}, option.variable),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"{source}: the option was removed: {option.help}")):
+            config_of({**SHARED, **values}, variables)
+        assert resolve(values, variables, RANKS, "cpu") is None
 
 
 @pytest.mark.parametrize("variable", ["COCODIFF_RECORD", "COCODIFF_LOG_LEVEL"])

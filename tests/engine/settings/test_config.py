@@ -49,8 +49,6 @@ def test_memory_budget_is_in_gib() -> None:
             {},
             ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"],
         ),
-        ({"cocodiff_max_ctas": "0"}, {}, ["--cocodiff_max_ctas", "'0'", "numbers from 1 to 64"]),
-        ({}, {"COCODIFF_MAX_CTAS": "all"}, ["COCODIFF_MAX_CTAS", "'all'", "numbers from 1 to 64"]),
         ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, torch"]),
         ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
         (

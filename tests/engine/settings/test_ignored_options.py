@@ -10,6 +10,7 @@ from tests import ranks
 from xfuser_cocodiff.engine.settings import ignored_options
 from xfuser_cocodiff.engine.settings.config import resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS, OTHER_VARIABLES
+from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -79,7 +80,7 @@ def test_ring_option_has_effect_with_a_ring() -> None:
 
 
 def test_variables_in_the_sources_are_known() -> None:
-    known = {*(option.variable for option in OPTIONS), *OTHER_VARIABLES}
+    known = {*(option.variable for option in (*OPTIONS, *REMOVED_OPTIONS)), *OTHER_VARIABLES}
     places = [ROOT / "setup.py", *(ROOT / "xfuser_cocodiff").rglob("*.py"), *(ROOT / "scripts").rglob("*")]
     text = "".join(file.read_text() for file in places if file.is_file() and file.suffix not in (".pyc", ".png"))
     assert {name for name in re.findall(r"COCODIFF_[A-Z_0-9]+", text) if not name.endswith("_")} - known == set()

@@ -292,7 +292,6 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -
         "SLOW_AXES": ("node", "gpu"),
         "MEMORY_BUDGET": ("1", "2"),
         "HEAD_GROUPS": ("1", "2"),
-        "MAX_CTAS": ("4", "8"),
         "RING": ("outer", "inner"),
     }
     cases = [[{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in pair] for name, pair in values.items()]

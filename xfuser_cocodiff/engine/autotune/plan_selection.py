@@ -171,9 +171,9 @@ def _new_mesh(
     topology: Topology,
     plans: list[Plan] | None = None,
 ) -> Mesh:
-    """Return a mesh over a group, with the timeout and the CTAs of the settings."""
+    """Return a mesh over a group, with the timeout of the settings."""
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
-    return Mesh.over(group, topology, plans, timeout, device, config.max_ctas)
+    return Mesh.over(group, topology, plans, timeout, device)
 
 
 def _link_profile(

@@ -1,4 +1,4 @@
-"""Process groups: one per set of ranks, timeout and number of CTAs, cached."""
+"""Process groups: one per set of ranks and timeout, cached."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,19 +11,16 @@ from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_
 
 HAS_HIGH_PRIORITY = True
 """Whether collectives of NCCL run before computation that is queued already."""
-MAX_CTAS = 64
-"""Most thread blocks (CTAs) that an NCCL communicator can have."""
-_Groups = dict[tuple[tuple[int, ...], timedelta | None, int | None], dist.ProcessGroup]
+_Groups = dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup]
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
-"""Groups by members, timeout and CTAs, for each world as long as it lives. Communicators are expensive and never freed
-one by one, so each is created once and shared."""
+"""Groups by members and timeout, for each world as long as it lives. Communicators are expensive and never freed one by
+one, so each is created once and shared."""
 
 
 def subgroup(
     group: dist.ProcessGroup,
     members: tuple[int, ...],
     timeout: timedelta | None = None,
-    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """Return the process group of some ranks of a group, created on first use.
 
@@ -36,26 +33,23 @@ def subgroup(
         group: group that contains the members.
         members: global ranks.
         timeout: timeout of a collective; the backend's default when not given.
-        max_ctas: most thread blocks of an NCCL communicator; NCCL's choice when not given. Others ignore it.
     """
     cached = _groups.setdefault(dist.group.WORLD, {})
-    if (members, timeout, max_ctas) in cached:
-        return cached[members, timeout, max_ctas]
+    if (members, timeout) in cached:
+        return cached[members, timeout]
     has_nccl = dist.get_backend(group) == dist.Backend.NCCL
     if timeout is None and not has_nccl and members == tuple(dist.get_process_group_ranks(group)):
         return group
-    options = _nccl_options(timeout, max_ctas) if has_nccl else None
+    options = _nccl_options(timeout) if has_nccl else None
     with _unbound_device(dist.group.WORLD):
         created = dist.new_group(members, timeout=timeout, pg_options=options, use_local_synchronization=True)
-    cached[members, timeout, max_ctas] = created
+    cached[members, timeout] = created
     return created
 
 
-def _nccl_options(timeout: timedelta | None, max_ctas: int | None) -> "dist.ProcessGroupNCCL.Options":
+def _nccl_options(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options":
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=HAS_HIGH_PRIORITY)
     options._timeout = timeout or default_pg_nccl_timeout  # else PyTorch warns that the argument overrides it
-    if max_ctas:
-        options.config.max_ctas = max_ctas
     return options
 
 

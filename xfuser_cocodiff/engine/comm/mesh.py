@@ -47,7 +47,6 @@ class Mesh:
         plans: Iterable[Plan] | None = None,
         timeout: timedelta | None = None,
         device: torch.device = CPU,
-        max_ctas: int | None = None,
     ) -> "Mesh":
         """Return a mesh over a group, with a process group for each stage of the plans.
 
@@ -60,7 +59,6 @@ class Mesh:
                 with the flat one, when not given.
             timeout: timeout of a stage; the backend's default when not given.
             device: device of the messages. With a gloo group, those on an accelerator go through host memory.
-            max_ctas: most thread blocks of an NCCL communicator; NCCL's choice when not given.
 
         Raises:
             ValueError: the sizes of group and topology differ.
@@ -73,9 +71,9 @@ class Mesh:
         groups: dict[Stage, dist.ProcessGroup] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
             members = tuple(ranks[i] for i in topology.group_of(rank, *stage))
-            groups[stage] = subgroup(group, members, timeout, max_ctas)
+            groups[stage] = subgroup(group, members, timeout)
         staged = devices.capabilities(device.type).is_asynchronous and dist.get_backend(group) == dist.Backend.GLOO
-        stages = Stages(groups, device, staged, timeout, max_ctas)
+        stages = Stages(groups, device, staged, timeout)
         return cls(topology, stages, PlanPolicy(lambda message_bytes: plans[0]), CommStream(device, staged))
 
     @functools.cached_property

@@ -39,8 +39,6 @@ class Stages:
     """Whether messages on an accelerator go through host memory."""
     timeout: timedelta | None = None
     """Timeout of a stage, as set in its group; None stands for the backend's default."""
-    max_ctas: int | None = None
-    """Most thread blocks of an NCCL communicator; None is NCCL's choice."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     """Statistics of all messages."""
     flat_name: str = FLAT

@@ -126,7 +126,7 @@ class AxisPartition(AxisLayout):
             if indices == moving:
                 return mesh
             members = tuple(ranks[i] for i in topology.group_of(rank, *indices))
-            members_group = subgroup(group, members, mesh.stages.timeout, mesh.stages.max_ctas)
+            members_group = subgroup(group, members, mesh.stages.timeout)
             made = make_mesh(members_group, Topology(tuple(topology.axes[index] for index in indices)))
             names = "+".join(topology.axes[index].name for index in reversed(indices))
             return made.as_part_of(mesh, names)

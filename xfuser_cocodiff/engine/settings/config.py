@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.comm.groups import MAX_CTAS
 from xfuser_cocodiff.engine.compression import bit_allocation, modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
@@ -29,6 +28,7 @@ from xfuser_cocodiff.engine.settings.options import (
     RECORD_VARIABLE,
     Option,
 )
+from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import (
     OUTER,
     PLACEMENTS,
@@ -88,9 +88,6 @@ class CocoDiffConfig:
 
     timeout: float | None = None
     """Longest time of a collective in seconds; None is the default of PyTorch."""
-
-    max_ctas: int | None = None
-    """Most thread blocks of an NCCL communicator; None is NCCL's choice."""
 
     overlap: Overlap = Overlap()
     """Overlap of communication and computation."""
@@ -155,7 +152,7 @@ def resolve(
     given = {option.field: _given(option, values, environment) for option in OPTIONS}
     if not _as_bool(*given[ENABLE_OPTION]):
         return None
-    removed_options.check(given)
+    removed_options.check({**given, **{each.field: _given(each, values, environment) for each in REMOVED_OPTIONS}})
     virtual, is_ring = _parse(given["cocodiff_virtual"], lambda text: _virtual(text, ranks.count)) or (None, False)
     placement = _place(given, ranks)
     slow_axes = _slow_axes(given, placement, virtual)
@@ -173,7 +170,6 @@ def resolve(
         if placement.profile or placement.ring_profile  # the ring alone has one if the Ulysses degree is 1
         else _parse(given["cocodiff_profile"], lambda text: _profile(text, virtual or placement.topology, ranks)),
         timeout=_parse(given["cocodiff_timeout"], _seconds),
-        max_ctas=_parse(given["cocodiff_max_ctas"], _ctas),
         overlap=Overlap(
             v_first={"on": True, "off": False}.get(v_first),
             head_groups=_parse(given["cocodiff_head_groups"], _head_groups),
@@ -385,12 +381,6 @@ def _positive(text: str, valid: str, most: float = sys.float_info.max) -> float:
     if not 0 < value <= most:
         raise ValueError(f"{text!r} is not valid; valid are {valid}")
     return value
-
-
-def _ctas(text: str) -> int:
-    if not (str(text).isdecimal() and 1 <= int(text) <= MAX_CTAS):
-        raise ValueError(f"{text!r} is not valid; valid are numbers from 1 to {MAX_CTAS}")
-    return int(text)
 
 
 def _head_groups(text: str) -> int | None:

@@ -13,7 +13,7 @@ _PREFERENCES = (launcher.SHARE_FIELD.removeprefix("cocodiff_"), "cache")
 """Options that may be set permanently; the first one acts even without the plugin."""
 _COMPRESSION = ("slow_axes", "max_error", "memory_budget")
 """Options of lossy modes."""
-_COMMUNICATION = ("topology", "ring", "a2a", "timeout", "max_ctas", "v_first", "head_groups")
+_COMMUNICATION = ("topology", "ring", "a2a", "timeout", "v_first", "head_groups")
 """Options of communication between ranks."""
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.comm.groups import MAX_CTAS
 from xfuser_cocodiff.engine.settings.ring_placement import PLACEMENTS
 from xfuser_cocodiff.engine.topology import launcher, plans
 from xfuser_cocodiff.engine.topology.topology import NOTATION
@@ -90,13 +89,6 @@ OPTIONS = (
         None,
         "Seconds after which an unresponsive rank ends the job with an error that names it. Default: the timeout of "
         "PyTorch's backend.",
-    ),
-    Option(
-        "cocodiff_max_ctas",
-        "COCODIFF_MAX_CTAS",
-        None,
-        f"Most thread blocks (CTAs) of a collective of the plugin, from 1 to {MAX_CTAS}, with NCCL: fewer leave more "
-        "of the GPU to computation that runs beside it, and more use fast links better. Default: NCCL's choice.",
     ),
     Option(
         "cocodiff_v_first",

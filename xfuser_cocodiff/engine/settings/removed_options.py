@@ -1,23 +1,30 @@
-"""Values of options that the version before this one had; an error says what holds instead."""
+"""Options and values that the version before this one had; an error says what holds instead."""
 
 from collections.abc import Mapping
 from typing import Any
 
-REMOVED_VALUES = {
-    ("cocodiff_kernels", "numba"): "'torch' serves CPUs",
-}
+from xfuser_cocodiff.engine.settings.options import Option
+
+REMOVED_OPTIONS = (Option("cocodiff_max_ctas", "COCODIFF_MAX_CTAS", None, "set NCCL_MAX_CTAS, which NCCL reads"),)
+"""Options that were removed; their help says what holds instead."""
+REMOVED_VALUES = {("cocodiff_kernels", "numba"): "'torch' serves CPUs"}
 """What holds in place of a value of an option, by field and value."""
 
 
 def check(given: Mapping[str, tuple[Any, str]]) -> None:
-    """Check that no option has a value that was removed.
+    """Check that nothing is given that was removed.
 
     Args:
-        given: value of each option, and the flag or variable that sets it, by field.
+        given: value of each option, None if it is not given, and the flag or variable that sets it, by field.
 
     Raises:
         ValueError: names the flag or variable, its value and what holds instead.
     """
-    for field, (value, source) in given.items():
-        if successor := REMOVED_VALUES.get((field, value)):
+    for option in REMOVED_OPTIONS:
+        value, source = given[option.field]
+        if value is not None:
+            raise ValueError(f"{source}: the option was removed: {option.help}")
+    for (field, removed), successor in REMOVED_VALUES.items():
+        value, source = given[field]
+        if value == removed:
             raise ValueError(f"{source}: {value!r} was removed: {successor}")

@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.settings import ignored_options
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
+from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
@@ -64,6 +65,8 @@ def _with_flags(original: staticmethod) -> staticmethod:
             )
             metavar: dict[str, Any] = {"metavar": "{" + ",".join(option.choices) + "}"} if option.choices else {}
             group.add_argument(option.flag, help=option.help, **kind, **metavar)
+        for option in REMOVED_OPTIONS:
+            group.add_argument(option.flag, help=argparse.SUPPRESS)
         return parser
 
     return staticmethod(add_args)
@@ -72,7 +75,7 @@ def _with_flags(original: staticmethod) -> staticmethod:
 def _with_fields(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for option in OPTIONS:
+        for option in (*OPTIONS, *REMOVED_OPTIONS):
             setattr(self, option.field, kwargs.pop(option.field, option.default))
         original(self, *args, **kwargs)
 
@@ -81,7 +84,8 @@ def _with_fields(original: Callable) -> Callable:
 
 def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasses.Field]:
     extra = dataclasses.make_dataclass(
-        "Options", [(option.field, Any, dataclasses.field(default=option.default)) for option in OPTIONS]
+        "Options",
+        [(each.field, Any, dataclasses.field(default=each.default)) for each in (*OPTIONS, *REMOVED_OPTIONS)],
     )
     return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
 
@@ -196,7 +200,6 @@ _UNCHANGED = (
     "mode",
     "ring",
     "timeout",
-    "max_ctas",
     "detected",
     "schedule",
     "max_error",

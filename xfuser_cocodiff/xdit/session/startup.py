@@ -190,8 +190,6 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, va
     if ring_group and is_compiled:
         info_once("--use_torch_compile: ring attention is xDiT's own, and lossless")
         ring_group = None
-    if config.max_ctas and (backend := dist.get_backend(group)) != dist.Backend.NCCL:
-        warn_once(f"--cocodiff_max_ctas has no effect with {backend}: only NCCL's collectives have CTAs")
     if (config.overlap.head_groups or 1) > 1 and is_compiled:
         warn_once(HEAD_GROUPS_IGNORED)
     if is_compiled and config.mode == EXACT and config.plan and config.plan.gathers_kv:
@@ -297,8 +295,6 @@ def _load_cache(
     common = {**host_description.describe(topology, config.kernels, dist.get_backend(group)), **part}
     if get_sp_group().world_size > dist.get_world_size(group):
         common["ring"] = config.ring  # the placement decides which ranks are neighbors
-    if config.max_ctas:
-        common["max_ctas"] = config.max_ctas  # links are slower with few
     # In the group for host memory, which is gloo's whatever the backend of the device is.
     return tuning_cache.load_shared(get_sp_group().cpu_group, common, host_description.describe_rank(), config.cache)
 
