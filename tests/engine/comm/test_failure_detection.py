@@ -36,14 +36,12 @@ def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detection, "_stages", {})
 
 
-def make_work(rank: int, name: str) -> Callable[[], object]:
-    """Return a function in which all ranks communicate: an all-to-all by a plan, a probe, a survey, or xDiT's own."""
+def make_work(name: str) -> Callable[[], object]:
+    """Return a function in which all ranks communicate: an all-to-all by a plan, a probe or a survey."""
     failure_detection.RESPONSE_SECONDS = 2.5
     group, cpu, topology = dist.group.WORLD, torch.device("cpu"), Topology.parse("2x2", 4)
     if name == "survey":
         return lambda: link_survey.measure(group, None, cpu, timeout=20)
-    if name in XDIT_COLLECTIVES:
-        return make_xdit_work(rank, name)
     plans = None if name == "probe" else [Plan.parse(name, topology)]
     mesh = Mesh.over(group, topology, plans, timeout=timedelta(seconds=3))
     if name == "probe":
@@ -51,30 +49,9 @@ def make_work(rank: int, name: str) -> Callable[[], object]:
     return lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh)
 
 
-def make_xdit_work(rank: int, method: str) -> Callable[[], object]:
-    """Create xDiT's groups with the plugin in use and return one of their collectives."""
-    from types import SimpleNamespace
-
-    from xfuser import xFuserArgs
-    from xfuser.core.distributed import get_sp_group, init_distributed_environment, initialize_runtime_state
-    from xfuser.model_executor.layers import usp
-
-    world = dist.get_world_size()
-    init_distributed_environment(rank=rank, world_size=world)
-    options = {"use_cocodiff": True, "cocodiff_timeout": 3, "cocodiff_a2a": "flat", "cocodiff_mode": "exact"}
-    config = xFuserArgs(model="tiny", ulysses_degree=world, **options).create_config()[0]
-    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
-    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
-    tensor = torch.full((4,), float(rank))
-    if method == "all_to_all":
-        return lambda: usp._sdpa_all_to_all_single(tensor)
-    assert torch.equal(get_sp_group().all_gather(tensor).view(4, 4)[:, 0], torch.arange(4.0))
-    return lambda: getattr(get_sp_group(), method)(tensor)
-
-
 def communicate_until_lost(rank: int, name: str, end: int) -> None:
     """Communicate repeatedly; one rank is killed, stopped or absent from the third time on."""
-    work = make_work(rank, name)
+    work = make_work(name)
     for number in range(1000):
         if number == 2 and rank == CULPRIT:
             if end == ABSENT:
@@ -83,20 +60,14 @@ def communicate_until_lost(rank: int, name: str, end: int) -> None:
         work()
 
 
-PLANS, XDIT_COLLECTIVES = (
-    ("flat", "hierarchical", "hierarchical:node,gpu"),
-    ("all_gather", "broadcast", "all_to_all"),
-)
+PLANS = ("flat", "hierarchical", "hierarchical:node,gpu")
 
 
 @pytest.mark.parametrize(
     ("name", "end"),
     slow_but(
         [("hierarchical", signal.SIGSTOP)],
-        [
-            *itertools.product([*PLANS, "probe", "survey"], ENDS),
-            *((method, signal.SIGKILL) for method in XDIT_COLLECTIVES),
-        ],
+        itertools.product([*PLANS, "probe", "survey"], ENDS),
     ),
     ids=lambda value: ENDS.get(value, value),
 )
@@ -151,26 +122,6 @@ def test_stage_waits_for_late_ranks_until_its_timeout() -> None:
     for result in results[:CULPRIT]:
         assert isinstance(result, UnresponsiveRankError), result
         assert f"rank {CULPRIT} is alive but did not call it" in str(result)
-
-
-def test_collectives_of_xdit_raise_their_own_errors_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from xfuser_cocodiff.xdit.session import collective_failures
-
-    def fail(self: object) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    group = SimpleNamespace(ranks=[0])
-    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
-        collective_failures._with_detection(fail)(group)
-    monkeypatch.setattr(failure_detection, "_stages", {})  # a failure stays recorded
-    monkeypatch.setattr(failure_detection, "is_heartbeat_running", lambda: True)
-    monkeypatch.setattr(
-        failure_detection, "_describe_failure", lambda group, stage, failure: f"{group} {stage} {failure}"
-    )
-    with pytest.raises(UnresponsiveRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
-        collective_failures._with_detection(fail)(group)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
-from xfuser_cocodiff.xdit.session import collective_failures, ring_groups, session, startup
+from xfuser_cocodiff.xdit.session import ring_groups, session, startup
 
 PACKAGE = "xfuser"
 SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
@@ -111,7 +111,6 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *usp.patches(),
         *zero_padding.patches(),
         *long_context.patches(),
-        *collective_failures.patches(),
         *tracker.patches(),
     ]
     return [
