@@ -96,7 +96,7 @@ def run_coded(
 ) -> tuple[list[float], list[StepReport], int, int]:
     """Return relative errors by step, the reports, the planned size of references, and the bytes on slow axes."""
     mesh, partition = over(sizes, slow)
-    runtime = CodecRuntime(partition, "balanced", schedule, None, list, memory_budget=budget)
+    runtime = CodecRuntime(partition, "balanced", schedule, list, memory_budget=budget)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -143,7 +143,7 @@ def test_errors_fall_with_bits_and_bytes_are_those_of_the_codes(sizes: str, slow
 
 
 def test_references_of_two_coordinates_are_as_large_as_those_of_all_to_alls() -> None:
-    sizes, schedule = LayerSizes(4 * 1024, 1024, 16, 2), CodecRuntime(None, "balanced", None, None, list).schedule
+    sizes, schedule = LayerSizes(4 * 1024, 1024, 16, 2), CodecRuntime(None, "balanced", None, list).schedule
     assert ReferenceBytes.of(sizes, schedule, 1, 2) == ReferenceBytes.of(sizes, schedule, 2, 1)
 
 
@@ -157,7 +157,7 @@ def test_non_finite_values_are_sent_losslessly_once() -> None:
 
 def test_budget_limits_references_to_8_bits_or_drops_them() -> None:
     share_of = torch.empty(2, HEADS, TOKENS // 4, DIM)
-    schedule = CodecRuntime(None, "balanced", None, None, list).schedule
+    schedule = CodecRuntime(None, "balanced", None, list).schedule
     full = ReferenceBytes.of(LayerSizes.of(share_of, share_of, share_of), schedule, 1, 2)
     for budget, exact_layers in ((full.int8, 0), (full.int8 // 2, 1)):
         for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):

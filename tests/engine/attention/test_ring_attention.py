@@ -97,7 +97,7 @@ SHARE = LayerSizes(4 * BLOCK_BYTES // 8, BLOCK_BYTES // 8, DIM, 4)
 
 
 def reference_bytes(num_slow: int) -> ReferenceBytes:
-    return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, None, list).schedule, 1, num_slow)
+    return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, list).schedule, 1, num_slow)
 
 
 def run_coded(
@@ -106,7 +106,7 @@ def run_coded(
     """Return relative errors by step, the reports, the planned size of link references, and the bytes sent."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
-    runtime = CodecRuntime(None, "balanced", schedule, None, list, memory_budget=budget, ring_partition=ring.partition)
+    runtime = CodecRuntime(None, "balanced", schedule, list, memory_budget=budget, ring_partition=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):

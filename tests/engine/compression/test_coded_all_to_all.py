@@ -315,7 +315,7 @@ def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_co
 def shorten_prompt(rank: int, overrides: str) -> None:
     """Run with constant K and V of a prompt that becomes shorter in the middle of the run."""
     mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
-    runtime = CodecRuntime(partition, "balanced", overrides, None, lambda values: values)
+    runtime = CodecRuntime(partition, "balanced", overrides, lambda values: values)
     pairs = Pairs(mesh.topology, ("node",))
     runtime.begin_run(STEPS + 4)
     for step in range(STEPS + 4):

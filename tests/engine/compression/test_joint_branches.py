@@ -182,7 +182,7 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
     size = dist.get_world_size()
     mesh, partition = over(sizes)
     object.__setattr__(partition, "is_single_stage", lambda message_bytes: single_stage)
-    runtime = CodecRuntime(partition, "balanced", schedule, None, list, memory_budget=budget)
+    runtime = CodecRuntime(partition, "balanced", schedule, list, memory_budget=budget)
     settings = CodecSchedule.parse(schedule, preset("balanced", STEPS))
     expected = Expected(settings.joint, 1 - settings.cached[0])
     runtime.begin_run(STEPS)
@@ -258,7 +258,7 @@ def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch:
     size = dist.get_world_size()
     mesh, partition = over(sizes)
     object.__setattr__(partition, "is_single_stage", lambda message_bytes: single_stage)
-    runtime = CodecRuntime(partition, "balanced", schedule, None, list)
+    runtime = CodecRuntime(partition, "balanced", schedule, list)
     settings = CodecSchedule.parse(schedule, preset("balanced", STEPS))
     expected = BatchedDefinitions(settings.joint, 1 - settings.cached[0])
     runtime.begin_run(STEPS)
@@ -337,7 +337,7 @@ def run_gathered(rank: int, sizes: str, how: str, schedule: str, budget: int | N
     kernels.use("torch")
     mesh, partition = over(sizes)
     size, fast = dist.get_world_size(), partition.num_fast
-    runtime = CodecRuntime(partition, "balanced", schedule, None, list, memory_budget=budget)
+    runtime = CodecRuntime(partition, "balanced", schedule, list, memory_budget=budget)
     expected = Expected(CodecSchedule.parse(schedule, preset("balanced", STEPS)).joint)
     runtime.begin_run(STEPS)
     for step in range(STEPS):
@@ -442,7 +442,7 @@ def test_values_of_an_earlier_step_are_not_subtracted(step: int, weight: float) 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0])
 def test_error_of_a_following_branch_has_that_of_the_leading_one(weight: float) -> None:
-    """What is reported for --cocodiff_max_error is the error of what is decoded."""
+    """What is reported is the error of what is decoded."""
     leading, following = (
         torch.randn(1, 2, 8, 64, DIM, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
     )

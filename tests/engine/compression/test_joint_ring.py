@@ -50,7 +50,7 @@ def run_calls(rank: int, sizes: str, how: str, schedule: str) -> list[tuple]:
     kernels.use("torch")
     size = dist.get_world_size()
     mesh, partition = over(sizes)
-    runtime = CodecRuntime(None, "balanced", schedule, None, list, ring_partition=partition)
+    runtime = CodecRuntime(None, "balanced", schedule, list, ring_partition=partition)
     expected = Expected(CodecSchedule.parse(schedule, preset("balanced", STEPS)).joint)
     runtime.begin_run(STEPS)
     for step in range(STEPS):
@@ -85,7 +85,7 @@ def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tup
     kernels.use("torch")
     size = dist.get_world_size()
     mesh, partition = over(sizes)
-    runtime = CodecRuntime(None, "balanced", schedule, None, list, ring_partition=partition)
+    runtime = CodecRuntime(None, "balanced", schedule, list, ring_partition=partition)
     settings = CodecSchedule.parse(schedule, preset("balanced", STEPS))
     expected = BatchedDefinitions(settings.joint)
     runtime.begin_run(STEPS)
@@ -131,7 +131,7 @@ def test_branches_in_one_batch_of_a_ring_decode_what_the_definition_says(sizes: 
 def run_different_lengths(rank: int) -> list[tuple]:
     """Gather K and V of two branches with texts of different lengths; return the references of both ends."""
     mesh, partition = over("node=2")
-    runtime = CodecRuntime(None, "balanced", f"{SCHEDULE},joint=1", None, list, ring_partition=partition)
+    runtime = CodecRuntime(None, "balanced", f"{SCHEDULE},joint=1", list, ring_partition=partition)
     runtime.begin_run(STEPS)
     for step in range(STEPS - 1):
         for branch in range(2):

@@ -90,7 +90,7 @@ def test_references_stay_equal_and_valid_whatever_the_precisions(is_int8: bool) 
 
 
 def test_the_runtime_applies_the_precision_of_each_kind() -> None:
-    runtime = CodecRuntime(partition_on("cpu"), "auto", None, None, list)
+    runtime = CodecRuntime(partition_on("cpu"), "auto", None, list)
     seen: list[LayerKind] = []
 
     def precision_of(kind: LayerKind) -> float:

@@ -76,7 +76,6 @@ class Run:
             partition,
             "balanced",
             None,
-            None,
             list,
             memory_budget=budget,
             info=self.logged.append,

@@ -36,8 +36,8 @@ def partition_on(device: str) -> SimpleNamespace:
     )
 
 
-def runtime(mode: str = "balanced", overrides: str | None = None, max_error: float | None = None) -> CodecRuntime:
-    return CodecRuntime(partition_on("cpu"), mode, overrides, max_error, lambda values: values)
+def runtime(mode: str = "balanced", overrides: str | None = None) -> CodecRuntime:
+    return CodecRuntime(partition_on("cpu"), mode, overrides, lambda values: values)
 
 
 def quant_error(error_energy: float, value_energy: float) -> QuantError:
@@ -165,7 +165,7 @@ def test_branches_of_other_lengths_have_the_same_bits(num_values: tuple[int, int
     """Mode `auto` may have chosen other bits for each size."""
     bits_of = {64: 8.0, 66: 4.0}
     precision_of = lambda kind: bits_of[kind.sizes.num_values]  # noqa: E731
-    one = CodecRuntime(partition_on("cpu"), "auto", None, None, list, precision_of=precision_of)
+    one = CodecRuntime(partition_on("cpu"), "auto", None, list, precision_of=precision_of)
     one.begin_run(8)
     for _ in range(2):
         layers = [one.layer_codecs("a", 1, i, SIZES._replace(num_values=n)) for i, n in enumerate(num_values)]
@@ -209,7 +209,7 @@ def test_no_values_are_kept_in_a_first_step_without_memory_for_them() -> None:
 def test_branches_on_different_ranks_have_the_schedule_of_guidance(is_guided: bool) -> None:
     """Each rank sees one branch. Expected PSNRs are those of branches that are coded together: none is named."""
     logged: list[str] = []
-    one = CodecRuntime(partition_on("cpu"), "balanced", None, None, list, info=logged.append, is_guided=is_guided)
+    one = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append, is_guided=is_guided)
     for _ in range(2):
         one.begin_run(8)
         for _ in range(2):
@@ -236,7 +236,7 @@ def test_a_step_whose_batch_may_have_branches_does_not_choose_precisions() -> No
 def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe(in_ring: bool) -> None:
     """The values of its only branch would fit the reference of another branch, that of the first half."""
     partition = partition_on("cpu")
-    one = CodecRuntime(partition, "balanced", None, None, lambda values: values, ring_partition=partition)
+    one = CodecRuntime(partition, "balanced", None, lambda values: values, ring_partition=partition)
     codecs_of = one.ring_codecs if in_ring else one.layer_codecs
     one.begin_run(8)
     for step, in_batch in enumerate((2, 2, 1, 1, 2)):
@@ -263,7 +263,7 @@ def test_layers_are_coded_where_links_save_more_than_the_host_adds(gathers_kv: b
     logged: list[str] = []
     partition = partition_on("cuda")
     partition.coding_cost = CodingCost(link_seconds_per_byte=1e-6, host_seconds_per_tensor=1e-3)
-    one = CodecRuntime(partition, "balanced", None, None, list, info=logged.append)
+    one = CodecRuntime(partition, "balanced", None, list, info=logged.append)
     for _ in range(2):
         one.begin_run(3)
         coded = []
@@ -286,7 +286,7 @@ def test_ring_and_ulysses_group_are_weighed_together() -> None:
     for ulysses_cost, is_coded in ((cheap, True), (dear, False)):
         ulysses, ring = partition_on("cuda"), partition_on("cuda")
         ulysses.coding_cost, ring.coding_cost = ulysses_cost, dear
-        one = CodecRuntime(ulysses, "balanced", None, None, list, ring_partition=ring)
+        one = CodecRuntime(ulysses, "balanced", None, list, ring_partition=ring)
         one.begin_run(3)
         assert (one.layer_codecs("a", 1, 0, SIZES) is not None) == is_coded
         assert (one.ring_codecs("a", 1, 0, SIZES) is not None) == is_coded
@@ -315,36 +315,11 @@ def is_stateless(layer_codecs: LayerCodecs) -> bool:
     return all(codec.is_stateless for codec in layer_codecs.codecs.values())
 
 
-def test_an_error_above_the_limit_forces_a_keyframe() -> None:
-    one = runtime(max_error=0.1)
-    one.begin_run(9)
-    exact = []
-    for step in range(6):
-        one.layer_codecs("before", 0, 0, SIZES).stats.quant_errors.append(quant_error(0.0, 1.0))
-        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
-        exact.append(is_stateless(layer_codecs))
-        error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
-        layer_codecs.stats.quant_errors += [quant_error(error**2 * 3, 1.0), quant_error(error**2, 3.0)]
-        one.end_step()
-    assert exact == [True, False, False, True, False, False]
-    assert [report.was_keyframe for report in one.reports] == exact
-    assert one.reports[1].errors == {"before": 0, "a": pytest.approx(0.05)}
-
-
-def test_the_error_of_any_rank_forces_a_keyframe() -> None:
-    one = CodecRuntime(partition_on("cpu"), "balanced", None, 0.1, lambda values: [0.2, 0.0])
-    one.begin_run(9)
-    one.end_step()
-    assert one.layer_codecs("a", 1, 0, SIZES).codecs["v"].is_exact
-    one.end_step()
-    assert one.layer_codecs("a", 1, 0, SIZES).codecs["v"].is_exact
-
-
 def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossless() -> None:
     """Check at the end of the next step, on all ranks: the values have arrived by then."""
     partition = partition_on("cuda")
     other_rank = [0.0]
-    one = CodecRuntime(partition, "balanced", None, None, lambda values: [values[0], max(values[1], *other_rank)])
+    one = CodecRuntime(partition, "balanced", None, lambda values: [max(*values, *other_rank)])
     one.begin_run(50)
 
     def step(is_bad: float) -> bool:
@@ -358,21 +333,6 @@ def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossle
     other_rank[0] = 1.0
     assert [step(0) for _ in range(2)] == [False, True]
     assert [report.repeated for report in one.reports] == [0, 0, 1, 1, 0, 0, 0, 0, 0]
-
-
-def test_an_error_above_the_limit_on_an_accelerator_forces_one_keyframe() -> None:
-    """Force it a step later than on a CPU, and none for the step in between, whose references are replaced too."""
-    one = CodecRuntime(partition_on("cuda"), "balanced", None, 0.1, lambda values: values)
-    one.begin_run(9)
-    exact = []
-    for step in range(7):
-        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
-        exact.append(is_stateless(layer_codecs))
-        error = 0.3 if step in (2, 3) else 0.0
-        layer_codecs.stats.quant_errors.append(quant_error(error**2, 1.0))
-        one.end_step()
-    assert exact == [True, False, False, False, True, False, False]
-    assert [report.error for report in one.reports] == pytest.approx([0, 0, 0.3, 0.3, 0, 0, 0])
 
 
 @pytest.mark.parametrize(("device", "read"), [("cuda", [[], [0], [1]]), ("cpu", [[0], [1], [2]])])
@@ -392,7 +352,7 @@ def test_the_host_reads_errors_that_have_arrived(
             return [(0.0, 1.0)]
 
     monkeypatch.setattr(runtime_module, "ErrorReadout", Readout)
-    one = CodecRuntime(partition_on(device), "balanced", None, 0.1, lambda values: values)
+    one = CodecRuntime(partition_on(device), "balanced", None, lambda values: values)
     one.begin_run(3)
     for _ in range(3):
         one.layer_codecs("a", 1, 0, SIZES).stats.quant_errors.append(quant_error(0.0, 1.0))
@@ -418,7 +378,7 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
         pytest.skip("Triton's interpreter is off if there is a GPU")
     monkeypatch.setattr(kernels, "_selected", [backend])
     partition = partition_on("cuda")
-    one, shape = CodecRuntime(partition, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
+    one, shape = CodecRuntime(partition, "balanced", None, lambda values: values), (1, 1, 2, 6, 16)
     one.begin_run(50)
     generator = torch.Generator().manual_seed(5)
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -455,7 +415,6 @@ def test_unknown_layers_are_logged_with_the_nearest_names() -> None:
         partition_on("cpu"),
         "balanced",
         "exact=block.7+blocks.3+blocks.1.attn",
-        None,
         list,
         info=logged.append,
         warn=logged.append,
@@ -503,7 +462,7 @@ def test_the_memory_budget_covers_the_current_transformer_only() -> None:
     logged: list[str] = []
     need = ReferenceBytes.of(SIZES, preset("balanced", 20), 2).full
     one = CodecRuntime(
-        partition_on("cpu"), "balanced", None, None, list, memory_budget=need, info=logged.append, warn=logged.append
+        partition_on("cpu"), "balanced", None, list, memory_budget=need, info=logged.append, warn=logged.append
     )
     one.begin_run(20)
     for transformer in "aabb":

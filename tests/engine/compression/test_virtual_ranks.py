@@ -97,8 +97,8 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, schedule: str
     mesh = Mesh.over(dist.group.WORLD, topology)
     partition = AxisPartition.over(dist.group.WORLD, mesh, ("node",), Mesh.over)
     virtual, fast = VirtualRanks(topology, ("node",), may_gather=True), partition.num_fast
-    real = CodecRuntime(partition, "balanced", schedule, None, list)
-    simulated = CodecRuntime(None, "balanced", schedule, None, list, virtual_ranks=virtual)
+    real = CodecRuntime(partition, "balanced", schedule, list)
+    simulated = CodecRuntime(None, "balanced", schedule, list, virtual_ranks=virtual)
     seen: list[list[torch.Tensor]] = []
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,6 @@ def test_memory_budget_is_in_gib() -> None:
             {},
             ["--cocodiff_virtual: '2x2' is not valid with 4 ranks", "--ulysses_degree 1"],
         ),
-        ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),
         ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
     ],
 )

@@ -48,10 +48,10 @@ ENABLED = {"use_cocodiff": True}
         ),
         (
             ENABLED | {"cocodiff_mode": "exact", "cocodiff_slow_axes": "flat"},
-            {"COCODIFF_MAX_ERROR": "0.1", "COCODIFF_MEMORY_BUDGET": "2"},
-            ["--cocodiff_slow_axes, COCODIFF_MAX_ERROR, COCODIFF_MEMORY_BUDGET: no effect in mode 'exact'"],
+            {"COCODIFF_MEMORY_BUDGET": "2"},
+            ["--cocodiff_slow_axes, COCODIFF_MEMORY_BUDGET: no effect in mode 'exact'"],
         ),
-        (ENABLED | {"cocodiff_mode": "fast", "cocodiff_slow_axes": "flat", "cocodiff_max_error": "1"}, {}, []),
+        (ENABLED | {"cocodiff_mode": "fast", "cocodiff_slow_axes": "flat", "cocodiff_memory_budget": "1"}, {}, []),
         (ENABLED, {"COCODIFF_RING": "outer"}, ["COCODIFF_RING: no effect without --ring_degree above 1"]),
         (
             ENABLED

@@ -323,7 +323,7 @@ def test_steps_of_another_size_with_undecided_schedules_do_not_delay_the_choice(
 
 def run_auto_guided(clock: FakeClock, length: int) -> tuple[bool, list[set[float]]]:
     """Run guided runs of a few steps, and return whether all is chosen, and the precisions of each step."""
-    runtime = CodecRuntime(partition_on("cpu"), "auto", None, None, list)
+    runtime = CodecRuntime(partition_on("cpu"), "auto", None, list)
     tuner = PrecisionTuner(lambda kind, size: 0.0, list, lambda value: True, CPU)
     ran: list[set[float]] = []
 

@@ -34,7 +34,6 @@ class CodecRuntime:
         partition: slow and fast axes of the Ulysses group; None if it has no slow axis, or with virtual ranks.
         mode: a lossy mode, one of options.MODES.
         overrides: changes to the mode's schedule, in its notation.
-        max_error: relative error of a layer above which the next step is a keyframe; None for no limit.
         max_over_ranks: returns the maximum over all ranks for each of some numbers.
         virtual_ranks: ranks to simulate instead of communication.
         memory_budget: bytes that link references may take on each rank; None for no limit.
@@ -51,7 +50,6 @@ class CodecRuntime:
         partition: AxisPartition | None,
         mode: str,
         overrides: str | None,
-        max_error: float | None,
         max_over_ranks: Callable[[list[float]], list[float]],
         virtual_ranks: VirtualRanks | None = None,
         memory_budget: int | None = None,
@@ -67,7 +65,7 @@ class CodecRuntime:
         self.virtual_ranks = virtual_ranks
         self._memory_budget, self._info, self._warn = memory_budget, info, warn
         self._partition, self._ring_partition, self.mode, self._overrides = partition, ring_partition, mode, overrides
-        self._max_error, self._max_over_ranks = max_error, max_over_ranks
+        self._max_over_ranks = max_over_ranks
         self._int8_references = False
         """Whether references of this run are stored in int8."""
         self._logged: set[str] = set()
@@ -84,8 +82,8 @@ class CodecRuntime:
         """Why compression is inactive for a layer of this run."""
         self.is_running = False
         """Whether a run is in progress."""
-        self._forces_keyframe = self._recovers = False
-        """Whether the current step is lossless regardless of the schedule; whether values were not finite before it."""
+        self._forces_keyframe = False
+        """Whether the current step is lossless regardless of the schedule, since values were not finite before it."""
         self._is_certain = True
         """Whether the run was announced rather than inferred."""
         self._has_branches = False
@@ -122,7 +120,7 @@ class CodecRuntime:
         """
         self.end_run()
         self.is_running, self._logged_states = True, 0
-        self._forces_keyframe = self._recovers = False
+        self._forces_keyframe = False
         self.inactive_reason, self.has_coded_layers = None, False
         self._has_branches = self._may_have_branches = False
         self._is_guided = self._has_apart_branches
@@ -142,10 +140,10 @@ class CodecRuntime:
         self.inactive_reason = reason
 
     def end_step(self) -> None:
-        """End a step: report it, and make the next one a keyframe if the error of any rank asks for it.
+        """End a step: report it, and make the next one a keyframe if values of any rank were not finite.
 
-        On accelerators the errors of the step before decide, which have arrived by now: for those of this step the host
-        would wait, and the device would then wait for the host.
+        On accelerators the step before decides, whose errors have arrived by now: for those of this step the host would
+        wait, and the device would then wait for the host.
         """
         if not self.is_running:
             return
@@ -153,11 +151,9 @@ class CodecRuntime:
         self._started.append(started)
         self._log(started.report)
         if not self._checks_after_step:
-            report = started.read()
-            if self._max_error is not None:
-                self._decide_on_keyframe(report)
+            started.read()
         elif len(self._started) > 1:
-            self._decide_on_keyframe(self._started[-2].read(), since=started.report)
+            self._decide_on_keyframe(self._started[-2].read())
         self._update_schedule()
         if self._may_have_branches and not self._is_guided:  # these kinds never run again if it has
             self.load = None
@@ -193,18 +189,13 @@ class CodecRuntime:
         if all(state.last_step != self.step for state in self._states.values()):
             self._update_schedule()
 
-    def _decide_on_keyframe(self, report: StepReport, since: StepReport | None = None) -> None:
-        """Decide whether the next step is lossless, by the errors of a step on all ranks.
+    def _decide_on_keyframe(self, report: StepReport) -> None:
+        """Decide whether the next step is lossless, by the report of the step before the current one on all ranks.
 
-        Args:
-            report: report of that step.
-            since: report of a step after it. If that one was a keyframe, wrong references are already replaced.
+        It is not if the current step was: that has already replaced wrong references.
         """
-        error, not_finite = self._max_over_ranks([report.error, float(report.not_finite)])
-        has_recovered, was_keyframe = (self._recovers, since.was_keyframe) if since else (False, False)
-        exceeds = self._max_error is not None and error > self._max_error
-        self._recovers = not_finite > 0 and not has_recovered
-        self._forces_keyframe = self._recovers or (exceeds and not was_keyframe)
+        [not_finite] = self._max_over_ranks([float(report.not_finite)])
+        self._forces_keyframe = not_finite > 0 and not self._forces_keyframe
 
     @property
     def reports(self) -> list[StepReport]:
@@ -391,8 +382,7 @@ class CodecRuntime:
             keyframe_codec = replace(EXACT, predictor=self.schedule.predictor)
         if self._forces_keyframe:
             # The change of a reference that is not finite is not finite either: keep no previous reference then.
-            predictors = {name: 0.0 if self._recovers else codec.predictor for name, codec in codecs.items()}
-            codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
+            codecs = dict.fromkeys(codecs, EXACT)
         else:
             codecs = {name: keyframe_codec if codec.is_keyframe else codec for name, codec in codecs.items()}
         return LayerCodecs(

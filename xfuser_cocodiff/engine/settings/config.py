@@ -107,9 +107,6 @@ class CocoDiffConfig:
     virtual_ring: bool = False
     """Whether the virtual ranks are a ring rather than a Ulysses group."""
 
-    max_error: float | None = None
-    """Relative error above which the next step is lossless; None is no limit."""
-
     memory_budget: int | None = None
     """Most bytes of link references on each rank; None is no limit."""
 
@@ -179,7 +176,6 @@ def resolve(
         slow_axes=slow_axes,
         virtual=virtual,
         virtual_ring=is_ring,
-        max_error=_parse(given["cocodiff_max_error"], _error),
         memory_budget=_parse(given["cocodiff_memory_budget"], _gib),
         kernels=_parse(given["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
         synchronous=launcher.collectives_are_synchronous(environment),
@@ -356,10 +352,6 @@ def _make_record_folder(text: str | None) -> None:
 
 def _seconds(text: str) -> float:
     return _positive(text, f"seconds above 0, up to {MAX_SECONDS:g}", MAX_SECONDS)
-
-
-def _error(text: str) -> float:
-    return _positive(text, "numbers above 0, such as 0.05")
 
 
 def _gib(text: str) -> int:

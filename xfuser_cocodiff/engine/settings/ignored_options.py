@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.topology import launcher
 _PREFIX = "COCODIFF_"
 _PREFERENCES = (launcher.SHARE_FIELD.removeprefix("cocodiff_"), "cache")
 """Options that may be set permanently; the first one acts even without the plugin."""
-_COMPRESSION = ("slow_axes", "max_error", "memory_budget")
+_COMPRESSION = ("slow_axes", "memory_budget")
 """Options of lossy modes."""
 _COMMUNICATION = ("topology", "ring", "a2a", "timeout", "v_first", "head_groups")
 """Options of communication between ranks."""

@@ -137,12 +137,6 @@ OPTIONS = (
         "quality. 'ring:TOPOLOGY' simulates a ring.",
     ),
     Option(
-        "cocodiff_max_error",
-        "COCODIFF_MAX_ERROR",
-        None,
-        "Relative error of a layer above which the next step is lossless. Default: no limit.",
-    ),
-    Option(
         "cocodiff_memory_budget",
         "COCODIFF_MEMORY_BUDGET",
         None,

@@ -5,7 +5,10 @@ from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import Option
 
-REMOVED_OPTIONS = (Option("cocodiff_max_ctas", "COCODIFF_MAX_CTAS", None, "set NCCL_MAX_CTAS, which NCCL reads"),)
+REMOVED_OPTIONS = (
+    Option("cocodiff_max_ctas", "COCODIFF_MAX_CTAS", None, "set NCCL_MAX_CTAS, which NCCL reads"),
+    Option("cocodiff_max_error", "COCODIFF_MAX_ERROR", None, "choose --cocodiff_mode or bits in --cocodiff_schedule"),
+)
 """Options that were removed; their help says what holds instead."""
 REMOVED_VALUES = {("cocodiff_kernels", "numba"): "'torch' serves CPUs"}
 """What holds in place of a value of an option, by field and value."""

@@ -202,7 +202,6 @@ _UNCHANGED = (
     "timeout",
     "detected",
     "schedule",
-    "max_error",
     "memory_budget",
     "synchronous",
 )

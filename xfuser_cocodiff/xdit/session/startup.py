@@ -356,7 +356,6 @@ def _new_runtime(
         partition,
         config.mode,
         config.schedule,
-        config.max_error,
         agreed,
         virtual,
         memory_budget=config.memory_budget,
