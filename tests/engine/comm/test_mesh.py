@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 import math
+import warnings
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import reshard
+from xfuser_cocodiff.engine.comm import stages
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 
@@ -68,6 +72,44 @@ def test_every_plan_equals_the_reference(sizes: list[int], dtype: torch.dtype) -
     ranks.run(check_reshard, size, sizes, [(2, size, 2 * size, 3), (2, 2 * size, size, 1), (1, size, size, 5)], dtype)
 
 
+def use_functional_collectives() -> None:
+    """Give this rank's CPU the collectives of XPUs, and let all others fail."""
+    cpu = dataclasses.replace(devices.capabilities("cpu"), functional_only=True)
+    devices.capabilities = lambda device_type: cpu
+    dist.all_to_all_single = stages._all_gather = None
+
+
+def check_functional(rank: int, sizes: list[int]) -> int:
+    """Run all-to-alls and all-gathers by all plans and return the number of buffers that they allocate."""
+
+    class Allocations(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += function is torch.ops.aten.empty.memory_format
+            return function(*args, **(kwargs or {}))
+
+    use_functional_collectives()
+    topology, shape = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False))), (2, 8, 8, 3)
+    mesh, tensor = Mesh.over(dist.group.WORLD, topology), local_tensor(rank, 0, shape, torch.bfloat16)
+    with Allocations() as allocations, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plan in candidates(topology):
+            by_plan = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
+            resharded = reshard([tensor], 1, 2, by_plan)[0]
+            assert torch.equal(resharded, reference(0, shape, torch.bfloat16, 1, 2)), plan
+            gathered = mesh.all_gather(tensor, plan).flatten(0, -len(shape) - 1)
+            blocks = [local_tensor(each, 0, shape, torch.bfloat16) for each in range(topology.size)]
+            assert torch.equal(gathered, torch.stack(blocks)), plan
+    return allocations.number
+
+
+@pytest.mark.parametrize("sizes", slow_but([[2, 2]], [[2, 2], [2, 2, 2], [8]]), ids=str)
+def test_functional_collectives_equal_the_reference_and_receive_into_their_own_buffer(sizes: list[int]) -> None:
+    """Those of XPUs, where the others corrupt data; a buffer for them would only take memory."""
+    assert ranks.run(check_functional, math.prod(sizes), sizes) == [0] * math.prod(sizes)
+
+
 def bytes_of(rank: int, text: str) -> dict:
     """Return the statistics of a rank of 2x3x2 after resharding once."""
     topology = Topology.parse("2x3x2", 12)
@@ -93,8 +135,6 @@ def test_statistics_count_the_bytes_sent_to_other_ranks(plan: str, fractions: di
 
 def count_copies(rank: int) -> list[tuple[int, int]]:
     """Return copied elements per element of the tensors, by number of axes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     aten = torch.ops.aten
     copying = aten.copy_.default, aten.clone.default, aten.stack.default, aten.cat.default
 

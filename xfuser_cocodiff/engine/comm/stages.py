@@ -22,6 +22,8 @@ from xfuser_cocodiff.engine.topology.topology import FLAT
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather into one tensor, under the name that this PyTorch has for it."""
+_functional_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+"""The same as a functional collective."""
 
 PendingStage = Callable[[], torch.Tensor]
 """A started stage: waits for its end and returns what was received, indexed by source."""
@@ -79,7 +81,10 @@ class Stages:
             outgoing = _to_host(sent) if self.staged else sent
             self.traffic.count_bytes(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
             start_event = self.traffic.record_start(sent.device)
-            received, works = _run_collective(outgoing, self._empty(shape, outgoing), group, gathers)
+            if devices.capabilities(outgoing.device.type).functional_only:
+                received, works = _run_functional(outgoing, group, gathers)
+            else:
+                received, works = _run_collective(outgoing, self._empty(shape, outgoing), group, gathers)
 
         def wait() -> torch.Tensor:
             with self.traffic.time_stage(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
@@ -115,11 +120,14 @@ _Started = tuple[torch.Tensor, tuple[dist.Work, ...]]
 """The receive buffer of a stage, and the work to wait for."""
 
 
+def _run_functional(sent: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Started:
+    """Start a functional collective, which allocates its receive buffer."""
+    if gathers:
+        return _functional_all_gather(sent.flatten(), 0, group), ()
+    return _traceable_all_to_all(sent, group), ()
+
+
 def _run_collective(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Started:
-    if devices.capabilities(sent.device.type).functional_only:
-        if gathers:
-            return functional.all_gather_tensor(sent.flatten(), 0, group), ()
-        return _traceable_all_to_all(sent, group), ()
     if gathers:
         return received, (_all_gather(received.view(-1), sent.view(-1), group=group, async_op=True),)
     return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
