@@ -153,6 +153,8 @@ class MockDevice(TorchDispatchMode):
         self.recorded = 0
         """Number of calls of `record_stream`."""
         self._networks: dict[int, Stream] = {}
+        self._functional_works: dict[int, Any] = {}
+        """Functional collectives in flight, by the memory that they write."""
         self._late, self._num_streams = late, 0
         self.launched: Counter[str] = Counter()
         """Number of launches by operation."""
@@ -169,6 +171,13 @@ class MockDevice(TorchDispatchMode):
             (torch.Tensor, "record_stream", lambda *arguments: self._record_stream(*arguments)),
             (stages.dist, "all_to_all_single", self._collective),
             (stages, "_all_gather", self._collective),
+            (
+                stages.functional,
+                "all_to_all_single",
+                lambda sent, *sizes_and_group: self._functional(sent, sizes_and_group[-1]),
+            ),
+            (stages, "_functional_all_gather", lambda sent, _, group: self._functional(sent, group, group.size())),
+            (stages.functional, "wait_tensor", self._wait_for_tensor),
             (comm_stream, "ThreadPoolExecutor", lambda *_: MockExecutor(self._late)),
         ]
         for owner, name, replacement in replaced:
@@ -324,6 +333,16 @@ class MockDevice(TorchDispatchMode):
                 self.streams[-1].follow(end)
 
         return SimpleNamespace(wait=wait)
+
+    def _functional(self, sent: torch.Tensor, group: Any, copies: int = 1) -> torch.Tensor:
+        """Run a functional collective and return a tensor that must be waited for."""
+        received = sent.new_empty(copies * sent.numel())
+        self._functional_works[_storage(received)] = self._collective(received, sent, group, async_op=True)
+        return stages.functional.AsyncCollectiveTensor(received)
+
+    def _wait_for_tensor(self, received: torch.Tensor) -> torch.Tensor:
+        self._functional_works.pop(_storage(received)).wait()
+        return received
 
     def _network(self, group: Any) -> Stream:
         """Return the stream of a group, ordered after the current stream."""

@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.compression import active_tokens, link_reference
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.kernels import quantize
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -24,6 +25,12 @@ TOPOLOGY = Topology.parse("2x2", 4)
 def device() -> torch.device:
     """Return the mock device of this process."""
     return register_mock_device()
+
+
+def use_capabilities_of(device_type: str) -> None:
+    """Give the mock device of this process the capabilities of a device type."""
+    known = devices.capabilities
+    devices.capabilities = lambda asked: known(device_type if asked == "mock" else asked)
 
 
 def make_tables() -> None:

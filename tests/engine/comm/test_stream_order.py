@@ -12,7 +12,17 @@ import torch
 
 from tests import ranks
 from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, MockDevice, Stream
-from tests.mock_meshes import GATHERED, SINGLE_STAGE, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
+from tests.mock_meshes import (
+    GATHERED,
+    SINGLE_STAGE,
+    SLOW,
+    TOPOLOGY,
+    device,
+    make_tables,
+    mesh_of,
+    partition_of,
+    use_capabilities_of,
+)
 from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
@@ -159,6 +169,19 @@ def test_coded_communication_is_ordered(slow: str, codec: str, uses_triton: bool
     ranks.run(coded, 1, slow, CODECS[codec], uses_triton, v_first_once)
 
 
+def on_xpu(rank: int) -> None:
+    use_capabilities_of("xpu")
+    for plan in PLANS:
+        lossless(rank, plan)
+    gathered(rank, "node")
+    for slow in ("all", GATHERED):
+        coded(rank, slow, CODECS["bits"], uses_triton=True, v_first_once=True)
+
+
+def test_functional_collectives_of_xpus_are_ordered() -> None:
+    ranks.run(on_xpu, 1)
+
+
 def timing_streams(rank: int, plan: str) -> list[str]:
     """Return the streams that record the times of all-to-alls, with V first and two head groups."""
     seen = []
@@ -232,11 +255,14 @@ def break_order(name: str) -> None:
         "the caller's wait": (Stream, "wait_event", lambda self, mark: CALLER in self.name or follow(self, mark)),
         "record_stream": (MockDevice, "_record_stream", lambda *_: None),
         "synchronize": (Stream, "synchronize", lambda self: None),
+        "wait_tensor": (MockDevice, "_wait_for_tensor", lambda self, received: received),
     }
     setattr(*broken[name])
 
 
 def run_broken(rank: int, broken: str, staged: bool) -> str:
+    if broken == "wait_tensor":
+        use_capabilities_of("xpu")
     break_order(broken)
     with MockDevice(late=staged), pytest.raises(DisorderError) as error:
         run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
@@ -250,6 +276,7 @@ def run_broken(rank: int, broken: str, staged: bool) -> str:
         ("the caller's wait", False, "on the caller's stream: .* written by stream 1, which may not have finished"),
         ("record_stream", True, "of stream 1 was freed, and the caller's stream may still use it"),
         ("synchronize", True, "a collective on the host: pinned memory, written by stream 1"),
+        ("wait_tensor", False, "of stream 1 was freed, and network 1 may still use it"),
     ],
 )
 def test_mock_device_detects_disorder(broken: str, staged: bool, message: str) -> None:
