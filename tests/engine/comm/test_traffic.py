@@ -31,3 +31,12 @@ def test_events_count_milliseconds() -> None:
     traffic._pending += [("gpu", start, mock.Mock()), ("gpu", start, mock.Mock())]
     assert traffic.seconds == pytest.approx({"gpu": 0.5})
     assert traffic.seconds == pytest.approx({"gpu": 0.5})  # and each once
+
+
+def test_collectives_in_a_graph_capture_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that is recorded in a capture has no time, and CUDA raises if it is read."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "Event", mock.Mock(side_effect=AssertionError("recorded in a graph")))
+    traffic = Traffic(timed=True)
+    traffic.record_end("gpu", traffic.record_start(torch.device("cuda")))
+    assert traffic.seconds == {}

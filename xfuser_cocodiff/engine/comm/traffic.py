@@ -136,8 +136,12 @@ class Traffic:
                 self._seconds[stage] += time.perf_counter() - started
 
     def record_start(self, device: torch.device) -> torch.Event | None:
-        """Record the start of a collective in the accelerator stream that will wait for it; None if not timed."""
-        if not (self.timed and devices.capabilities(device.type).is_asynchronous):
+        """Record the start of a collective in the accelerator stream that will wait for it.
+
+        Returns:
+            The event; None if the collective is not timed, as in the capture of a graph: events in it have no times.
+        """
+        if not (self.timed and devices.capabilities(device.type).is_asynchronous) or devices.is_captured(device):
             return None
         event = torch.Event(device.type, enable_timing=True)
         event.record()
