@@ -20,6 +20,7 @@ from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import link_survey
@@ -213,6 +214,42 @@ def test_ranks_respond_to_checks_after_a_false_alarm(end: int, expected: str) ->
         first, second = result.args
         assert "all of its ranks are alive and called it" in first
         assert f"rank {CULPRIT} {expected}" in second
+
+
+def miss_the_deadline_of_an_all_to_all(rank: int) -> list[str]:
+    """Return what a rank logs if a device does not end an all-to-all in two stages, in which one rank takes no part."""
+
+    class Event:
+        def __init__(self, *_: object) -> None:
+            """Ignore the device."""
+
+        def record(self) -> None:
+            """Ignore the stream."""
+
+        def query(self) -> bool:
+            return rank == CULPRIT
+
+    logged: list[str] = []
+    failure_detection._logger.error = lambda text, *values: logged.append(text % values)
+    failure_detection.RESPONSE_SECONDS = 2.0
+    topology = Topology.parse("2x2", 4)
+    plan = Plan.hierarchical(topology)
+    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=4))
+    devices.capabilities, torch.Event = lambda device_type: devices.Capabilities(), Event
+    mesh.all_to_all(torch.zeros(2, 2, 1), plan)
+    time.sleep(6)
+    return logged
+
+
+def test_every_rank_names_the_rank_that_is_absent_from_an_all_to_all() -> None:
+    """Whichever stage it waits in, on a device whose host does not wait: one deadline covers all stages and ranks."""
+    results = ranks.run(miss_the_deadline_of_an_all_to_all, 4)
+    assert results.pop(CULPRIT) == []
+    for rank, logged in zip((0, 1, 3), results, strict=True):
+        assert logged == [
+            f"cocodiff: rank {rank}: communication along 'hierarchical:gpu,node' among ranks [0, 1, 2, 3] has taken "
+            f"more than 2 s: rank {CULPRIT} is alive but did not call it"
+        ]
 
 
 def check_repeatedly(rank: int) -> list[float]:

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,7 +27,7 @@ from tests.mock_meshes import (
 from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm import failure_detection, stages
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -211,8 +212,9 @@ def test_times_are_recorded_on_streams_without_computation(plan: str) -> None:
     assert CALLER not in seen
 
 
-def count_deadlines(rank: int, staged: bool) -> int:
-    """Return the number of collectives with a deadline, which keeps none of their tensors alive."""
+def count_deadlines(rank: int, staged: bool) -> tuple[int, int]:
+    """Return the number of all-to-alls with a deadline, which keeps none of their tensors alive, and how often the
+    timeout of a group was read."""
     deadlines = []
 
     class Event:
@@ -230,17 +232,19 @@ def count_deadlines(rank: int, staged: bool) -> int:
         set_deadline=lambda *values: deadlines.append(values),
         is_heartbeat_running=lambda: True,
     )
-    with MockDevice(), recording, mock.patch.object(torch, "Event", Event):
+    timeout = mock.patch.object(stages, "timeout_of", return_value=timedelta(seconds=5))
+    with MockDevice(), recording, mock.patch.object(torch, "Event", Event), timeout as timeout_of:
         run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
-    for is_done, _, label, _ in deadlines:
-        assert isinstance(is_done.__self__, Event) and label in ("node", "gpu")
-    return len(deadlines)
+    for is_done, _, plan, seconds in deadlines:
+        assert isinstance(is_done.__self__, Event)
+        assert (str(plan), seconds) == ("hierarchical:gpu,node", 5)
+    return len(deadlines), timeout_of.call_count
 
 
-def test_collectives_that_the_host_does_not_wait_for_have_deadlines() -> None:
+def test_all_to_alls_that_the_host_does_not_wait_for_have_a_deadline() -> None:
     """Without one the backend ends the process and does not name the unresponsive rank."""
-    assert ranks.run(count_deadlines, 1, False) == [2 * LAYERS * 5]
-    assert ranks.run(count_deadlines, 1, True) == [0]  # the comm stream's thread waits, and names it
+    assert ranks.run(count_deadlines, 1, False) == [(LAYERS * 5, len(TOPOLOGY.axes))]
+    assert ranks.run(count_deadlines, 1, True) == [(0, 0)]  # the comm stream's thread waits, and names it
 
 
 def break_order(name: str) -> None:

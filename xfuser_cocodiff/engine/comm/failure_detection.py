@@ -20,7 +20,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,44 +114,42 @@ def is_backend_error(error: BaseException) -> bool:
     )
 
 
-class _PendingCollective(NamedTuple):
-    """A collective in flight on a device."""
+class _PendingCollectives(NamedTuple):
+    """Collectives in flight on a device."""
 
     is_done: Callable[[], bool]
     deadline: float
-    group: dist.ProcessGroup | list[int]
-    stage: str
+    ranks: Sequence[int]
+    name: object
     seconds: float
 
 
-_pending: collections.deque[_PendingCollective] = collections.deque(maxlen=10_000)
+_pending: collections.deque[_PendingCollectives] = collections.deque(maxlen=10_000)
 """Collectives that may still be in flight, oldest first."""
 _pending_lock = threading.Lock()
 
 
-def set_deadline(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], stage: str, timeout: float) -> None:
-    """Set a deadline for a collective that the host does not wait for; if it is missed, a check starts.
+def set_deadline(is_done: Callable[[], bool], ranks: Sequence[int], name: object, timeout: float) -> None:
+    """Set a deadline for collectives that the host does not wait for; if it is missed, a check starts.
 
     The result of the check is logged before the backend's timeout, at which its watchdog ends the process. The device
     is queried only here and after a deadline.
 
     Args:
-        is_done: whether the collective has completed, as `query` of an event behind it or `is_completed` of its work.
-        group: the ranks that take part in the collective.
-        stage: name of the collective, for the message.
+        is_done: whether the collectives have completed, as `query` of an event behind them.
+        ranks: the ranks that take part in them.
+        name: object whose `str` names them in the message.
         timeout: timeout of the backend in seconds.
     """
-    if not is_heartbeat_running():
-        return
     seconds = max(timeout - 2 * RESPONSE_SECONDS, timeout / 2)
     with _pending_lock:
         while _pending and _pending[0].is_done():
             _pending.popleft()
-        _pending.append(_PendingCollective(is_done, time.monotonic() + seconds, group, stage, seconds))
+        _pending.append(_PendingCollectives(is_done, time.monotonic() + seconds, ranks, name, seconds))
 
 
-def _overdue() -> _PendingCollective | None:
-    """Return a collective that has missed its deadline, if there is one."""
+def _overdue() -> _PendingCollectives | None:
+    """Return the oldest collectives that have missed their deadline, if there are any."""
     with _pending_lock:
         while _pending and _pending[0].deadline < time.monotonic() and _may_query_events():
             first = _pending.popleft()
@@ -224,7 +222,7 @@ def _run_heartbeat(store: dist.Store, rank: int, store_ref: Callable[[], dist.St
                 store.set(_key(_REPORT, rank), "")
             if late is None and (late := _overdue()):
                 failure = f"has taken more than {late.seconds:.0f} s"
-                _logger.error("cocodiff: %s", _describe_failure(late.group, late.stage, failure))
+                _logger.error("cocodiff: %s", _describe_failure(late.ranks, str(late.name), failure))
             # A counter and not a key per check: a rank may be lost between counting a check and setting its key.
             if (number := store.add(_CHECKS, 0)) > answered:
                 answered = number
@@ -236,13 +234,14 @@ def _active_stages() -> str:
     in_flight = []
     if _may_query_events():
         with _pending_lock:
-            in_flight = [each.stage for each in _pending if not each.is_done()][:1]
+            in_flight = [str(each.name) for each in _pending if not each.is_done()][:1]
     return ", ".join([*_stages.values(), *in_flight])
 
 
-def _describe_failure(group: dist.ProcessGroup | list[int], stage: str, failure: str) -> str:
+def _describe_failure(group: dist.ProcessGroup | Sequence[int], stage: str, failure: str) -> str:
     """Check the ranks after a failure and return the message to report."""
-    members, rank = group if isinstance(group, list) else dist.get_process_group_ranks(group), dist.get_rank()
+    members = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else list(group)
+    rank = dist.get_rank()
     causes: list[str] = []
 
     def check() -> None:

@@ -73,7 +73,7 @@ class Mesh:
             members = tuple(ranks[i] for i in topology.group_of(rank, *stage))
             groups[stage] = subgroup(group, members, timeout)
         staged = devices.capabilities(device.type).is_asynchronous and dist.get_backend(group) == dist.Backend.GLOO
-        stages = Stages(groups, device, staged, timeout)
+        stages = Stages(groups, device, staged, timeout, ranks=ranks)
         return cls(topology, stages, PlanPolicy(lambda message_bytes: plans[0]), CommStream(device, staged))
 
     @functools.cached_property

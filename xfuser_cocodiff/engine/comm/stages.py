@@ -4,7 +4,7 @@ In an all-to-all each of these ranks receives another block of a rank's buffer, 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -45,11 +45,19 @@ class Stages:
     """Statistics of all messages."""
     flat_name: str = FLAT
     """Name of a stage over all axes in the statistics: of these axes, where the mesh is part of a larger one."""
+    ranks: Sequence[int] = ()
+    """All ranks of the mesh, to be checked after a missed deadline."""
 
     @functools.cached_property
     def _host_waits(self) -> bool:
         """Whether the host sees when a stage has ended."""
         return self.staged or not devices.capabilities(self.device.type).is_asynchronous
+
+    @functools.cached_property
+    def _timeout_seconds(self) -> float:
+        """Seconds after which the first of the groups fails a stage."""
+        timeouts = [self.timeout] if self.timeout else [timeout_of(each, self.device) for each in self.groups.values()]
+        return min(timeouts).total_seconds()
 
     def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
         """Start a stage of an all-to-all.
@@ -94,8 +102,8 @@ class Stages:
             if self.staged:
                 arrived = arrived.to(self.device, non_blocking=True)
             self.traffic.record_end(label, start_event)
-            if not self._host_waits and failure_detection.is_heartbeat_running():
-                self._set_deadline(label, group)
+            if number == len(plan.stages) - 1:
+                self._set_deadline(label if plan.is_flat else plan)
             return arrived.view(shape)
 
         return wait
@@ -104,16 +112,16 @@ class Stages:
         is_pinned = self.staged and devices.capabilities(self.device.type).is_asynchronous
         return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=is_pinned)
 
-    def _set_deadline(self, label: str, group: dist.ProcessGroup) -> None:
-        """Set a deadline for a stage that the host does not wait for.
+    def _set_deadline(self, name: object) -> None:
+        """Set a deadline for all stages of a plan, if the host does not wait for them.
 
         Without it, the backend would end the process and not name the unresponsive rank.
         """
-        if not is_captured(self.device):
-            end = torch.Event(self.device.type)  # keeps no tensors alive, which the collective's work would
-            end.record()
-            timeout = self.timeout or timeout_of(group, self.device)
-            failure_detection.set_deadline(end.query, group, label, timeout.total_seconds())
+        if self._host_waits or not failure_detection.is_heartbeat_running() or is_captured(self.device):
+            return
+        end = torch.Event(self.device.type)  # keeps no tensors alive, which the collective's work would
+        end.record()
+        failure_detection.set_deadline(end.query, self.ranks, name, self._timeout_seconds)
 
 
 _Started = tuple[torch.Tensor, tuple[dist.Work, ...]]
