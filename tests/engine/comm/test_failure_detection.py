@@ -1,11 +1,14 @@
 """Failure detection: when a rank dies or stops, every other rank names it and none hangs."""
 
+import atexit
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -250,6 +253,48 @@ def test_every_rank_names_the_rank_that_is_absent_from_an_all_to_all() -> None:
             f"cocodiff: rank {rank}: communication along 'hierarchical:gpu,node' among ranks [0, 1, 2, 3] has taken "
             f"more than 2 s: rank {CULPRIT} is alive but did not call it"
         ]
+
+
+def end_before_a_failure(rank: int, end: str, is_called: bool) -> None:
+    """Raise what rank 0 reports after rank 2, which is in no group with it, has ended, and rank 1 is in its collective
+    or not."""
+    failure_detection.RESPONSE_SECONDS = 2.0
+    failure_detection.start_heartbeat()
+    dist.barrier()
+    if rank == CULPRIT:
+        if end == "an exception":
+            sys.last_value = ValueError()  # as the interpreter sets it before it exits
+        if end == "destroys its groups":
+            dist.destroy_process_group()
+            time.sleep(ranks.TIMEOUT)
+        atexit._run_exitfuncs()
+        os._exit(0)
+    time.sleep(2)
+    if rank:
+        with failure_detection.report_failed_ranks([0, 1], "node") if is_called else nullcontext():
+            time.sleep(10)
+        raise TimeoutError("skips the final barrier")
+    try:
+        with failure_detection.report_failed_ranks([0, 1], "node"):
+            raise RuntimeError("gloo: timed out")
+    except UnresponsiveRankError as error:
+        error.args = (str(error).rpartition(": ")[2],)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("end", "is_called", "cause"),
+    [
+        ("exits", False, "rank 1 is alive but did not call it"),
+        ("destroys its groups", False, "rank 1 is alive but did not call it"),
+        ("exits", True, "one of them is too slow; rank 2 is not among them and ended earlier"),
+        ("an exception", False, "rank 2 is lost or unresponsive"),
+    ],
+)
+def test_a_rank_that_has_ended_normally_is_not_lost(end: str, is_called: bool, cause: str) -> None:
+    """Such as the ranks of another Ulysses group, whose images were done earlier."""
+    result, *_ = ranks.outcomes(end_before_a_failure, 3, end, is_called, lost_rank=CULPRIT)
+    assert isinstance(result, UnresponsiveRankError) and str(result).endswith(cause), result
 
 
 def check_repeatedly(rank: int) -> list[float]:

@@ -3,7 +3,8 @@
 Every rank runs a heartbeat thread at the rendezvous store. A rank whose collective fails starts a check there: ranks
 that do not respond are lost or stopped, and ranks that respond without being in a collective did not call it. Checks
 are numbered, and each needs a new response. A rank that fails itself leaves a report, so that a rank that exits because
-of another rank's failure is not taken for the cause.
+of another rank's failure is not taken for the cause. A rank that ends normally says so: groups without it do not miss
+it.
 
 On an accelerator the host does not wait for a collective, and the backend's watchdog ends the process without giving
 Python a chance to report. There the heartbeat thread knows the collectives in flight and their deadlines, and starts a
@@ -17,6 +18,7 @@ import ctypes
 import functools
 import logging
 import re
+import sys
 import threading
 import time
 import weakref
@@ -33,6 +35,8 @@ _HEARTBEAT_SECONDS, _POLL_SECONDS = 0.5, 0.05
 _CHECKS = "cocodiff/failure_detection/checks"
 _RESPONSE, _REPORT = "response", "report"
 """Kinds of store keys of a rank: its latest response to a check, and the stage in which it failed."""
+_ENDED = "0 ended"
+"""Last response of a rank that has ended normally; it responds to no check."""
 _CAPTURE_MODE_RELAXED = 2
 """Capture mode of CUDA and HIP in which a thread may query events while another thread captures a graph."""
 
@@ -53,14 +57,6 @@ _known_lost: frozenset[int] = frozenset()
 behind the failed one, waits for them only as long as a rank that is back needs to respond."""
 _known_lost_until = 0.0
 """Time until which the next check does so; a later one is of another failure."""
-_recovered = threading.Event()
-"""Set after a later success in that group, until the heartbeat thread has withdrawn the report."""
-
-
-def _set_failed_group(group: dist.ProcessGroup | list[int] | None) -> None:
-    global _failed_group
-    _failed_group = group
-    _recovered.clear()
 
 
 class UnresponsiveRankError(RuntimeError):
@@ -87,13 +83,16 @@ class report_failed_ranks:  # noqa: N801 (used as a function; a class costs a th
         _stages[thread] = self.stage
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        global _failed_group
         if isinstance(error, UnresponsiveRankError):
             return  # the stage stays recorded, for checks of other ranks
         if error is not None and is_backend_error(error):
-            _set_failed_group(self.group)
+            _failed_group = self.group
             raise UnresponsiveRankError(_describe_failure(self.group, self.stage, f"failed ({error})")) from None
         if error is None and self.failed_group is self.group is _failed_group:
-            _recovered.set()  # a collective of the same ranks succeeded, and it began after the failure
+            _failed_group = None  # a collective of the same ranks succeeded, and it began after the failure
+            with contextlib.suppress(RuntimeError):  # the store is closed, so no rank can start a check
+                _get_default_store().clone().set(_key(_REPORT, dist.get_rank()), "")
         if self.outer_stage is None:
             _stages.pop(threading.get_ident(), None)
         else:
@@ -185,7 +184,7 @@ def is_heartbeat_running() -> bool:
 
 def start_heartbeat() -> None:
     """Start to respond to checks; every rank of the world must call this before its first collective."""
-    global _known_lost, _store_ref
+    global _failed_group, _known_lost, _store_ref
     store = _get_default_store()
     if _store_ref() is not store:
         _store_ref = weakref.ref(store)
@@ -193,8 +192,7 @@ def start_heartbeat() -> None:
         own, rank = store.clone(), dist.get_rank()
         own.set(_key(_RESPONSE, rank), "0 ")
         _pending.clear()  # collectives of an earlier world
-        _set_failed_group(None)
-        _known_lost = frozenset()
+        _failed_group, _known_lost = None, frozenset()
         heartbeat = threading.Thread(
             target=_run_heartbeat, args=(own, rank, _store_ref), name="cocodiff heartbeat", daemon=True
         )
@@ -217,9 +215,6 @@ def _run_heartbeat(store: dist.Store, rank: int, store_ref: Callable[[], dist.St
             if late and late.is_done():  # a false alarm
                 store.set(_key(_REPORT, rank), "")
                 late = None
-            if late is None and _recovered.is_set():
-                _set_failed_group(None)
-                store.set(_key(_REPORT, rank), "")
             if late is None and (late := _overdue()):
                 failure = f"has taken more than {late.seconds:.0f} s"
                 _logger.error("cocodiff: %s", _describe_failure(late.ranks, str(late.name), failure))
@@ -227,6 +222,8 @@ def _run_heartbeat(store: dist.Store, rank: int, store_ref: Callable[[], dist.St
             if (number := store.add(_CHECKS, 0)) > answered:
                 answered = number
                 store.set(_key(_RESPONSE, rank), f"{answered} {_active_stages()}")
+        if not hasattr(sys, "last_value"):  # which Python sets before it exits because of an exception
+            store.set(_key(_RESPONSE, rank), _ENDED)
 
 
 def _active_stages() -> str:
@@ -271,7 +268,10 @@ def _check_ranks(members: list[int], rank: int, stage: str) -> str:
         """Return the stages of a rank; None if it has not responded."""
         if reported := _read(store, _REPORT, other):
             return reported
-        answered, _, stages = (_read(store, _RESPONSE, other) or "0").partition(" ")
+        response = _read(store, _RESPONSE, other) or "0"
+        if response == _ENDED and other not in members:
+            return response
+        answered, _, stages = response.partition(" ")
         return stages if int(answered) >= number else None
 
     with_heartbeat = {other for other in range(dist.get_world_size()) if _read(store, _RESPONSE, other) is not None}
@@ -288,7 +288,9 @@ def _check_ranks(members: list[int], rank: int, stage: str) -> str:
         return f"{_ranks_are(missing)} lost or unresponsive"
     if absent := {other for other in members if not stages_of(other)}:
         return f"{_ranks_are(absent)} alive but did not call it"
-    return "all of its ranks are alive and called it: a link between them failed, or one of them is too slow"
+    ended = {other for other in with_heartbeat if stages_of(other) == _ENDED}
+    alive = "all of its ranks are alive and called it: a link between them failed, or one of them is too slow"
+    return f"{alive}; {_ranks_are(ended)} not among them and ended earlier" if ended else alive
 
 
 def _read(store: dist.Store, kind: str, rank: int) -> str | None:
