@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -22,17 +23,20 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
 
-def test_env_shows_versions_platform_topology_and_patches(
+def test_env_shows_versions_topology_and_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     assert cli.main(["env", "--degree", "12", "--json", str(tmp_path / "env.json")]) == 0
-    printed = capsys.readouterr().out
-    for word in ("xfuser", "0.7", "cpu (added by the plugin)", "gloo", "node=2,gpu=6", "installed"):
-        assert word in printed
+    printed = dict(re.split(r" {2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     record = json.loads((tmp_path / "env.json").read_text())
+    assert (printed["plugin"], printed["collectives"]) == ("installed", "gloo")
+    assert printed["xfuser"].startswith("0.7.")
+    assert printed["topology"] == "node=2,gpu=6 (for Ulysses degree 12, 6 ranks a node)"
+    assert "finds no GPU" in printed["device"] and "none" in printed["links"]
+    assert "encode and decode ran" in printed["kernels"]
+    assert printed.items() >= record["device"].items()
     assert [row["site"] for row in record["patches"]] == [row.name for row in activation.patch_table()]
-    assert all(row["why"] in printed for row in record["patches"])
     assert (record["schema"], record["topology"], record["ranks_per_node"]) == (1, "node=2,gpu=6", 6)
     assert {row["state"] for row in record["patches"]} <= {"applied", "ready", "used"}
 

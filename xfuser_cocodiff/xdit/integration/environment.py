@@ -1,6 +1,5 @@
-"""Versions, platform, topology and patches on this machine, for `cocodiff env`."""
+"""Versions, device, topology and patches on this machine, for `cocodiff env`."""
 
-import importlib.metadata
 import os
 import platform as machine
 from collections.abc import Mapping
@@ -14,35 +13,22 @@ from xfuser_cocodiff.engine.settings import config
 from xfuser_cocodiff.engine.settings.options import OFF
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.integration.device_facts import device_facts, package_version
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 
-_PACKAGES = (
-    "xfuser-cocodiff",
-    "xfuser",
-    "torch",
-    "diffusers",
-    "transformers",
-    "yunchang",
-    "triton",
-    "flash-attn",
-    "intel-extension-for-pytorch",
-    "oneccl-bindings-for-pytorch",
-)
+_REQUIRED = ("xfuser-cocodiff", "xfuser", "torch", "diffusers", "transformers")
+_OPTIONAL = ("flash-attn", "intel-extension-for-pytorch", "oneccl-bindings-for-pytorch")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, platform, topology, patches and tuning cache of a machine."""
+    """Versions, device, topology, patches and tuning cache of a machine."""
 
     versions: Mapping[str, str | None]
     """Installed version of each relevant package; None if it is absent."""
-    device_type: str
-    """Type of the device, as PyTorch names it."""
-    platform: str
-    """Whether xDiT supports the device itself, or the plugin adds it."""
-    backend: str
-    """Backend of torch.distributed for the device, or why there is none."""
+    device: dict[str, str]
+    """Device, driver, kernels, collectives and links, or what of them is missing."""
     ranks_per_node: int | None
     """Ranks per node, as the launcher reports them; None without one."""
     degree: int
@@ -65,15 +51,15 @@ def describe(degree: int | None = None) -> Environment:
     Args:
         degree: Ulysses degree to detect the topology for. Default: the number of ranks that the launcher started, or 1.
     """
-    local = launcher.ranks_per_node(os.environ)
+    local, device = launcher.ranks_per_node(os.environ), platform.compute_device()
     degree = degree or int(os.environ.get("WORLD_SIZE", 0)) or local or 1
-    added, accelerator = platform.detect(), torch.accelerator.current_accelerator(check_available=True)
     installed, folder = activation.install(), config.cache_folder(os.environ)
     return Environment(
-        versions={"python": machine.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        device_type=accelerator.type if accelerator else "cpu",
-        platform="added by the plugin" if added and not platform.has_native_support() else "xDiT's own",
-        backend=_backend(added, accelerator),
+        versions={
+            "python": machine.python_version(),
+            **{name: package_version(name) for name in (*_REQUIRED, *_OPTIONAL)},
+        },
+        device=device_facts(device, _backend(device)),
         ranks_per_node=local,
         degree=degree,
         topology=str(detected_topology.detect_topology(degree, os.environ)),
@@ -102,32 +88,23 @@ def _cache_entries(folder: Path) -> list[str]:
     return lines
 
 
-def facts(environment: Environment) -> list[tuple[str, str]]:
-    """Return the names and values that `cocodiff env` prints above the patches."""
-    local = environment.ranks_per_node
-    return [
-        *((name, version or "-") for name, version in environment.versions.items()),
-        ("device", f"{environment.device_type} ({environment.platform})"),
-        ("collectives", environment.backend),
-        ("ranks per node", "unknown: no launcher" if local is None else str(local)),
-        ("topology", f"{environment.topology} (detected, for Ulysses degree {environment.degree})"),
-        ("plugin", environment.plugin),
-        (
-            "tuning cache",
-            "; ".join([environment.cache, *environment.kept]) if environment.kept else f"{environment.cache}: empty",
-        ),
-    ]
+def facts(environment: Environment) -> dict[str, str]:
+    """Return what `cocodiff env` prints, by name."""
+    local, cache = environment.ranks_per_node, "; ".join([environment.cache, *environment.kept])
+    detected = f"for Ulysses degree {environment.degree}, {'no launcher' if local is None else f'{local} ranks a node'}"
+    return {
+        **{name: found or "missing" for name, found in environment.versions.items() if found or name in _REQUIRED},
+        "plugin": environment.plugin,
+        "topology": f"{environment.topology} ({detected})",
+        "tuning cache": cache if environment.kept else f"{cache}: empty",
+        **environment.device,
+    }
 
 
-def _version(name: str) -> str | None:
+def _backend(device: torch.device) -> str:
+    """Return the backend of torch.distributed for a device, or why there is none."""
+    added = platform.detect()
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _backend(added: platform.Platform | None, accelerator: torch.device | None) -> str:
-    try:
-        return added.backend() if added else torch.distributed.get_default_backend_for_device(accelerator)
+        return added.backend() if added else torch.distributed.get_default_backend_for_device(device)
     except RuntimeError as error:
         return f"none: {error}"

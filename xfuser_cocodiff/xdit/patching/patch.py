@@ -22,7 +22,7 @@ class Patch:
     symbol: str
     """Dotted path inside the module."""
     why: str
-    """Reason for the patch, as `cocodiff env` shows it."""
+    """Reason for the patch, as the record of `cocodiff env` has it."""
     replace: Callable[[Any], Any] | None
     """Function that makes the replacement from the original; None if the symbol only has to exist."""
     parameters: tuple[str, ...] | None = None
