@@ -122,6 +122,16 @@ def test_host_time_of_coding_is_per_tensor_and_of_residuals(monkeypatch: pytest.
     assert bits == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize(("device_type", "launch"), [("cpu", 0.0), ("cuda", 0.0), ("xpu", 42e-6)])
+def test_a_collective_takes_at_least_the_host_time_of_its_device(device_type: str, launch: float) -> None:
+    """Times from which no launch can be solved, since collectives of one rank on several axes disturb each other."""
+    samples, flat = [link_probe.Sample(50e-6, 1, 1.0)] * 2, link_probe.Sample(300e-6, 1, 1.0)
+    least = devices.capabilities(device_type).collective_host_seconds
+    assert link_probe._launch_seconds((2, 4), samples, flat, least) == launch
+    fast = [link_probe.Sample(10e-6, 1, 1.0)] * 2
+    assert link_probe._launch_seconds((2, 4), fast, flat, least) == min(launch, 9e-6), "latencies must not be negative"
+
+
 def test_links_have_the_bandwidth_and_latency_that_explain_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time messages by known links: only bytes for other ranks cross them, one latency for each other rank."""
     topology = Topology.parse("2x4", 8)

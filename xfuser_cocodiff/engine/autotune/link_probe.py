@@ -87,7 +87,8 @@ class Probe:
         samples = [self._sample(stage) if stage else None for stage in self._axes]
         flat = Plan.flat(topology).stages[0]
         flat_sample = self._sample(flat) if len(flat) > 1 else None
-        launch = _launch_seconds(topology.shape, samples, flat_sample)
+        least = devices.capabilities(self.device.type).collective_host_seconds
+        launch = _launch_seconds(topology.shape, samples, flat_sample, least)
         links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, samples, strict=True))
         profile = Profile(topology, links, launch, *speeds, coding_host_seconds=host_seconds)
         if flat_sample is None:
@@ -177,12 +178,14 @@ def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:
     )
 
 
-def _launch_seconds(shape: tuple[int, ...], samples: list[Sample | None], flat_sample: Sample | None) -> float:
+def _launch_seconds(
+    shape: tuple[int, ...], samples: list[Sample | None], flat_sample: Sample | None, least: float
+) -> float:
     """Return the time of a collective without any peer, solved from the times of tiny messages.
 
     A collective along an axis of size s takes launch + (s - 1) latency. The flat collective takes launch once, and each
     axis' latency as often as there are peers whose outermost difference is on that axis. All but the launch time is
-    measured.
+    measured. It is at least `least`, unless a tiny message takes less.
     """
     if flat_sample is None:
         return 0.0  # one axis: launch and latency cannot be told apart, and no plan depends on them
@@ -192,4 +195,4 @@ def _launch_seconds(shape: tuple[int, ...], samples: list[Sample | None], flat_s
             weights, weighted = weights + inner, weighted + inner * sample.small_seconds
         inner *= size
     smallest = min(sample.small_seconds for sample in samples if sample is not None)
-    return min(max((weighted - flat_sample.small_seconds) / (weights - 1), 0.0), 0.9 * smallest)
+    return min(max((weighted - flat_sample.small_seconds) / (weights - 1), least), 0.9 * smallest)

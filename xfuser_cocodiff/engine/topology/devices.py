@@ -23,12 +23,19 @@ class Capabilities:
     """Whether streams have priorities."""
     supports_graph_capture: bool = False
     """Whether work can be captured in a graph that replays it (CUDA graphs)."""
+    collective_host_seconds: float = 0.0
+    """Least host time of a collective, whatever its size; 0 where none is known. The planner takes no less."""
 
 
 _CAPABILITIES = {
     "cpu": Capabilities(is_asynchronous=False),
     "cuda": Capabilities(uses_triton=True, has_stream_priorities=True, supports_graph_capture=True),
-    "xpu": Capabilities(functional_only=True, uses_triton=True, has_stream_priorities=True),
+    "xpu": Capabilities(
+        functional_only=True,
+        uses_triton=True,
+        has_stream_priorities=True,
+        collective_host_seconds=42e-6,  # a barrier, or an all-reduce of 10 KiB, on Arc B70 (vllm-project/vllm#54766)
+    ),
 }
 
 

@@ -6,6 +6,10 @@ Every figure has a published source, or is marked "assumed". Rates are those whi
 import math
 from dataclasses import dataclass, replace
 
+from xfuser_cocodiff.engine.topology import devices
+
+ONECCL_SECONDS = devices.capabilities("xpu").collective_host_seconds
+"""Host time of a oneCCL collective of any size; the host takes part until it starts."""
 HOST_COPY_BYTES_PER_SECOND = 25e9
 """Bytes copied per second between host and device; assumed: 0.8 of PCI Express 4.0 with 16 lanes."""
 _WIDE_HEAD = 128
@@ -84,7 +88,7 @@ MAX_1550_TILE = Accelerator(
     bytes_per_second=0.8e12,
     shortest_kernel_seconds=3e-6,  # assumed, as on CUDA
     launch_seconds=10e-6,  # assumed: a launch through SYCL and Level Zero costs 2 us more than one of CUDA
-    collective_host_seconds=42e-6,  # a oneCCL collective of any size, on Arc B70; the host takes part until it starts
+    collective_host_seconds=ONECCL_SECONDS,
 )
 
 H100 = Accelerator(
@@ -147,7 +151,7 @@ ARC_B60 = Accelerator(
     bytes_per_second=220e9,
     shortest_kernel_seconds=3e-6,  # ai-dynamo/aiconfigurator, as above
     launch_seconds=10e-6,  # assumed, as on the Max 1550
-    collective_host_seconds=42e-6,  # measured on Arc B70, as above
+    collective_host_seconds=ONECCL_SECONDS,
 )
 
 UNKNOWN = Accelerator(

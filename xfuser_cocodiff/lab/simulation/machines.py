@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.accelerator.accelerators import A100, ARC_B60, H100, L20, MAX_1550_TILE, Accelerator
+from xfuser_cocodiff.lab.accelerator.accelerators import (
+    A100,
+    ARC_B60,
+    H100,
+    L20,
+    MAX_1550_TILE,
+    ONECCL_SECONDS,
+    Accelerator,
+)
 
 NODE = "node"
 _CODEC_COPIES = 4
@@ -91,7 +99,7 @@ AURORA = Machine(
         # one direction alone). Latency assumed.
         AxisLink("tile", 1e-6, 269e9 / 2),
     ),
-    launch_seconds=42e-6,  # per collective of any size, on Arc B70
+    launch_seconds=ONECCL_SECONDS,
     accelerator=MAX_1550_TILE,
     # Fitted to three of the paper's figures for oneCCL's flat all-to-all: on 12 ranks 1.1 times TAPA's time at 6 MB and
     # 25.5 ms at 48 MB; on several nodes a mean speedup of TAPA of 2.2x. No other figure is fitted.
@@ -163,7 +171,7 @@ ARC_B60_BOX = Machine(
         # Assumed: 0.8 of it through host memory. UPI of these Xeons (four links of 24 GT/s) carries more than that.
         AxisLink("gpu", 2e-6, 0.8 * 28.4e9),  # latency: ai-dynamo/aiconfigurator, as above
     ),
-    launch_seconds=42e-6,  # per collective of any size, on Arc B70
+    launch_seconds=ONECCL_SECONDS,
     accelerator=ARC_B60,
     slow_axes=(NODE, "gpu"),
 )
