@@ -1,5 +1,6 @@
 """Head groups that are tried without being set, on ranks that communicate as accelerators do."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.devices import Capabilities
+from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.session import step_tuner
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -117,6 +119,55 @@ def test_ranks_try_what_pays_on_all_of_them() -> None:
 
 def test_attention_that_is_not_bit_identical_is_not_tried() -> None:
     assert ranks.run(tune_with_odd_ranks, 2, "attention") == [[({1}, (2, 4))] * 2] * 2
+
+
+def switch_backend(rank: int, odd: str, is_argument: bool) -> tuple[list[bool], list[tuple[int, ...]]]:
+    """Return whether each step equals stock's, and head groups that are not bit-identical, where an odd backend follows
+    another one: the runtime's, as in xDiT's hybrid schedule, or an argument of USP."""
+    from xfuser.core.distributed import get_runtime_state
+    from xfuser.core.distributed.attention_backend import AttentionBackendType
+    from xfuser.model_executor.layers import usp as stock
+    from xfuser.model_executor.models.transformers import transformer_flux
+
+    run, state = Run(rank, {}, overlap=Overlap(head_groups=2)), get_runtime_state()
+    get = stock._get_attention_function
+    usual, results, warned = state.attention_backend, [], []
+
+    def get_by_backend(backend: object = None) -> Callable:
+        is_usual = (backend or state.attention_backend) is usual
+        return (get if is_usual else depend_on_heads(get))(backend=usual)
+
+    with (
+        mock.patch.object(stock, "_get_attention_function", get_by_backend),
+        mock.patch.object(eager_attention, "warn_once", warned.append),
+    ):
+        session, attend = run.session(), transformer_flux.USP
+        for backend in (usual, AttentionBackendType[odd], usual):
+            if is_argument:
+                transformer_flux.USP = functools.partial(attend, backend=backend)
+            else:
+                state.attention_backend = backend
+            expected = stock_step(run)
+            results += [torch.equal(run.step(), expected) for _ in range(4)]
+    assert any("needs all heads at once" in line for line in warned) == (odd == "FLASH_3_FP8")
+    return results, [signature.unequal for signature in session.layers.signatures]
+
+
+@pytest.mark.parametrize(
+    ("odd", "is_argument", "unequal"),
+    [
+        ("FLASH_3_FP8", False, [()] * 4),  # double and single blocks with each backend
+        ("FLASH_3_FP8", True, [()] * 2),
+        ("SDPA_MATH", False, [(), (), (2,), (2,)]),
+    ],
+)
+def test_head_groups_are_used_with_backends_that_were_checked(
+    odd: str, is_argument: bool, unequal: list[tuple[int, ...]]
+) -> None:
+    """Backends that quantize scale all heads together: equal bits in one step are no promise for the next."""
+    for results, found in ranks.run(switch_backend, 2, odd, is_argument):
+        assert all(results)
+        assert found == unequal
 
 
 def use_cached(rank: int, folder: str, patch_attention: bool) -> tuple[list[str], list[list[int]]]:

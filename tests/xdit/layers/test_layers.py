@@ -43,7 +43,7 @@ class Harness:
         self.sent: list[SentV] = []
         self.all_agree = True
         self.logged: list[str] = []
-        self.layers = Layers(lambda: True, self.send, lambda value: self.all_agree, self.logged.append)
+        self.layers = Layers(lambda: True, self.send, lambda value: self.all_agree, self.logged.append, str)
 
     def send(self, value: torch.Tensor, layer: Layer) -> SentV:
         self.events.append("send")

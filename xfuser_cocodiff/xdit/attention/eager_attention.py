@@ -18,7 +18,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, groups_to_compare
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
-from xfuser_cocodiff.xdit.patching.log import info_once
+from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.session.session import Session
 
 
@@ -66,9 +66,9 @@ def scheduled_attention(
         inputs_for: returns the inputs, given the axes along which K and V are gathered, or None.
         in_flight: handle of V, see :func:`early_value`.
         session: active session.
-        can_split_heads: whether attention may be computed for some of the heads at a time.
+        can_split_heads: whether attention may be computed for some of the heads at a time, if it is bit-identical.
         gathers_kv: whether K and V are gathered if this call is encoded.
-        can_gather: whether attention may have fewer queries than keys.
+        can_gather: whether attention may have fewer queries than keys, if it is bit-identical in a lossless mode.
 
     Returns:
         O, shape (B, H, S/P, D).
@@ -76,9 +76,12 @@ def scheduled_attention(
     layer = session.layers.current
     signature, running = layer.call.signature if layer else None, layer or session.layers.running_layer()
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
-    must_stop_gathering = session.runtime is None and schedule.gathers_kv and not can_gather
-    if must_stop_gathering:
-        schedule, signature.candidates = schedule._replace(gathers_kv=False), None  # chosen anew, by heads
+    allowed = schedule._replace(
+        groups=schedule.groups if can_split_heads else 1, gathers_kv=schedule.gathers_kv and can_gather
+    )
+    must_restart = session.runtime is None and schedule != allowed
+    if must_restart:
+        schedule, signature.candidates = allowed, None  # chosen anew
     expects_gather = gathers_kv or schedule.gathers_kv
     inputs = inputs_for(session.gather if expects_gather else None)
     sizes = LayerSizes.of(*inputs.tensors)
@@ -86,8 +89,8 @@ def scheduled_attention(
         signature.sizes, signature.gathers_kv = sizes, gathers_kv
     layer_codecs = session.layer_codecs(running, sizes, gathers_kv)
     if layer_codecs and layer_codecs.gathers_kv and not can_gather:
-        must_stop_gathering, layer_codecs = True, session.layer_codecs_by_heads(running, sizes)
-    if must_stop_gathering and in_flight:
+        must_restart, layer_codecs = True, session.layer_codecs_by_heads(running, sizes)
+    if must_restart and in_flight:
         in_flight.drain()
         in_flight = None
     gathers_now = layer_codecs.gathers_kv if layer_codecs else schedule.gathers_kv
@@ -99,6 +102,11 @@ def scheduled_attention(
         return attend(*inputs.tensors, ALL_HEADS)
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
         numbers = head_groups_to_check(signature, session, *inputs.tensors, gathers_now) if can_split_heads else []
+        if not can_split_heads and (session.overlap.head_groups or 1) > 1:
+            warn_once(
+                f"{signature.name}: --cocodiff_head_groups {session.overlap.head_groups} has no effect, since "
+                "attention needs all heads at once (quantizing backend, PipeFusion, or xDiT's long-context attention)"
+            )
         check = HeadGroupCheck(attend, numbers)
         ulysses = UlyssesAttention(session.mesh, 1, name, in_flight, layer_codecs, gather)
         output = ulysses.run(*inputs.tensors, check)

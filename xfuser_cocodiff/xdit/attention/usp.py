@@ -103,7 +103,7 @@ def _compiled_attention(
     if mesh.topology.size == 1 or not add_send_pass():
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
-    gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query, key)
+    gathers_kv = _can_gather(arguments) and session.gathers_kv(query, key)
     if gathers_kv and session.runtime.schedule.exact and has_lossless_layer():  # lossless layers need bits by heads
         gathers_kv = False
     inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
@@ -137,7 +137,7 @@ def _virtual_attention(
     elif layer and not arguments.joint_strategy:
         layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query, key)
+        gathers_kv = _can_gather(arguments) and session.gathers_kv(query, key)
         fraction = virtual.shard_fraction((key if gathers_kv else query).shape, parts, gathers_kv)
         sizes = LayerSizes.of(query, key, value, fraction=fraction)
         layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
@@ -227,26 +227,32 @@ def _eager_attention(
     Returns:
         O, shape (B, H, S/P, D).
     """
-    can_split_heads = not _keeps_kv(arguments.attn_layer)  # all heads of the layer at once
-    can_gather = can_split_heads and _can_gather(arguments, session)
+    # xDiT keeps K and V of all heads at once. In a lossless mode, a backend that quantizes would scale parts apart.
+    can_split_heads = not _keeps_kv(arguments.attn_layer) and (
+        session.runtime is not None or _backend_name(arguments) in _UNQUANTIZED
+    )
+    can_gather = can_split_heads and _can_gather(arguments)
     gathers_kv = can_gather and session.gathers_kv(query, key)
     ring = None if arguments.is_causal else session.ring
     inputs_for = functools.partial(_inputs, query, key, value, arguments, session, ring=ring)
     return scheduled_attention(inputs_for, in_flight, session, can_split_heads, gathers_kv, can_gather)
 
 
-def _can_gather(arguments: _USPArguments, session: Session) -> bool:
+def _can_gather(arguments: _USPArguments) -> bool:
     """Return whether attention may have fewer queries than keys: neither a mask nor the selection of keys in sparse
-    attention depends on the index of a query. In a lossless mode, only backends that do not quantize may: they would
-    scale the queries together."""
-    from xfuser.core.distributed import get_runtime_state
-
+    attention depends on the index of a query."""
     mask = (arguments.attention_kwargs or {}).get("attn_mask")
     is_general = mask is not None and not (isinstance(mask, torch.Tensor) and set(mask.shape[-3:-1]) <= {1})
+    is_sparse = any(word in _backend_name(arguments) for word in _SPARSE)
+    return not (arguments.is_causal or is_general or is_sparse)
+
+
+def _backend_name(arguments: _USPArguments) -> str:
+    """Return the name of xDiT's attention backend of a call."""
+    from xfuser.core.distributed import get_runtime_state
+
     backend = get_runtime_state().attention_backend if arguments.backend is None else arguments.backend
-    name = getattr(backend, "name", str(backend)).upper()
-    is_unsuited = any(word in name for word in _SPARSE) or (session.runtime is None and name not in _UNQUANTIZED)
-    return not (arguments.is_causal or is_general or is_unsuited)
+    return getattr(backend, "name", str(backend)).upper()
 
 
 def _inputs(

@@ -38,6 +38,8 @@ class LayerContext:
     """Returns whether all ranks pass the same value; a collective."""
     log: Callable[[str], None]
     """Logs a line at INFO."""
+    backend: Callable[[], str]
+    """Returns the name of xDiT's attention backend, which may change from step to step."""
     signatures: LayerSignatures = field(init=False, default_factory=LayerSignatures)
     """Signatures of all calls so far."""
     current: "Layer | None" = field(init=False, default=None)
@@ -138,7 +140,7 @@ class Layer(BaseLayer):
         self.count_call()
         given = named_arguments(self._module, args, kwargs)
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
-        signature = self._context.signatures.of_call(self._module, tensors)
+        signature = self._context.signatures.of_call(self._module, tensors, self._context.backend())
         self._set_signature(signature)
         if signature.source and tensors and not signature.refusal:
             self._begin_projection(signature.source, tensors)

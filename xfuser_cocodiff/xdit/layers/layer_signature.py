@@ -1,4 +1,4 @@
-"""Signatures of layer calls: what all calls of the same class, submodules and shapes share.
+"""Signatures of layer calls: what all calls of the same class, submodules, shapes and attention backend share.
 
 A signature depends on values that are equal on all ranks. What is verified about it depends on tensors, so that the
 ranks have to agree on it.
@@ -23,7 +23,7 @@ NOT_THROUGH_USP = "its attention does not go through USP"
 
 @dataclass
 class LayerSignature:
-    """Properties of all calls of one class and submodules, with arguments of the same shapes."""
+    """Properties of all calls of one class and submodules, with arguments of the same shapes and one backend."""
 
     name: str
     key: str = ""
@@ -90,21 +90,22 @@ class LayerSignatures:
         """Drop all signatures."""
         self._signatures.clear()
 
-    def of_call(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> LayerSignature:
+    def of_call(self, module: nn.Module, arguments: dict[str, torch.Tensor], backend: str) -> LayerSignature:
         """Return the signature of a call in eager mode, the same on all ranks.
 
         Args:
             module: the attention module.
             arguments: tensors that it is called with, by name.
+            backend: attention backend; head groups that are bit-identical with one may not be with another.
         """
         name = type(module).__name__
         submodules = tuple((path, type(child).__name__) for path, child in module.named_children())
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
         processor = type(getattr(module, "processor", None))
-        key = type(module), processor, submodules, shapes
+        key = type(module), processor, submodules, shapes, backend
         if key not in self._signatures:
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
-            properties = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
+            properties = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None), backend
             self._signatures[key] = LayerSignature(name, f"{name} {_digest(properties)}", find_source(module))
         return self._signatures[key]
 

@@ -89,7 +89,8 @@ class Session:
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
         self.layers = Layers(
-            self._overlaps, self.start_value, self.all_agree, info_once, self._counts_calls, self.runs.before_call
+            *(self._overlaps, self.start_value, self.all_agree, info_once, _backend_name),
+            *(self._counts_calls, self.runs.before_call),
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Looked up here, since PyTorch cannot trace cached functions.
@@ -386,6 +387,13 @@ class Session:
         value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
         groups = self.num_head_groups(schedule, codecs)
         return UlyssesAttention(self.mesh, groups, layer.name, None, codecs, gather).start_value(value)
+
+
+def _backend_name() -> str:
+    """Return the name of xDiT's attention backend, the same on all ranks."""
+    from xfuser.core.distributed import get_runtime_state
+
+    return get_runtime_state().attention_backend.name
 
 
 def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
