@@ -75,7 +75,7 @@ def v_first_of(name: str) -> bool:
 
     known = [signature for signature in active().layers.signatures if signature.candidates]
     [family] = (family for family in FAMILIES if name in family.names)
-    assert {path for signature in known for path in signature.recipe.paths} <= {*family.v_first}
+    assert {path for signature in known for path in signature.structure.recipe.paths} <= {*family.v_first}
     return bool(known) and all(signature.ready for signature in known)
 
 

@@ -104,7 +104,7 @@ def v_first(model: str) -> bool:
     known = [signature for signature in active().layers.signatures if signature.candidates]
     assert all(signature.ready for signature in known), [signature.status for signature in known]
     [family] = (family for family in FAMILIES if model in family.small_models)
-    assert {path for signature in known for path in signature.recipe.paths} == {*family.v_first}
+    assert {path for signature in known for path in signature.structure.recipe.paths} == {*family.v_first}
     return bool(known)
 
 

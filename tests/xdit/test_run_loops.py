@@ -99,7 +99,7 @@ def run_pipeline(small: Any, recorder: Any) -> RunResult:
         session.runs.newest is None,
         {axis for step in recorder.runs[-1]["steps"] for axis in step["sent_bytes"]},
         [signature.ready for signature in signatures],
-        {path for signature in signatures for path in signature.recipe.paths},
+        {path for signature in signatures for path in signature.structure.recipe.paths},
         session.runtime.reports if session.runtime else [],
     )
 

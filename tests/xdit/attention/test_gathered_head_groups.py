@@ -54,6 +54,7 @@ def switch(rank: int) -> list[tuple[float, set[int], bool]]:
     [signature] = session.layers.signatures
     schedule = signature.candidates.schedule
     signature.candidates = ScheduleCandidates([schedule, schedule._replace(groups=2)])
+    signature.is_same[2, False] = True
     session.schedule_tuner = None
     session.runs.begin(6)
     for step, candidate in enumerate([0, 0, 1, 1, 0, 0]):
@@ -88,6 +89,7 @@ def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
             longest_first = sorted(signatures, key=lambda each: each.sizes, reverse=True)
             for signature, groups in zip(longest_first, (2, 1), strict=True):
                 signature.candidates = ScheduleCandidates([signature.candidates.schedule._replace(groups=groups)])
+                signature.is_same[groups, False] = True
         with torch.no_grad():
             for branch in (run.shards[0], run.shards[0][:, ::2]):
                 run.transformer(branch * (1 + 0.1 * step))

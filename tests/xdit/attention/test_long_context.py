@@ -77,7 +77,7 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
         session = use_config(group, config_of("exact", overlap=Overlap(v_first)))
         for number in range(STEPS):
             assert torch.equal(step(number), expected[number]), (v_first, number)
-        assert {signature.ready for signature in session.layers.signatures if signature.candidates} == {True}
+        assert {signature.ready for signature in session.layers.signatures if signature.candidates} == {v_first}
         assert {
             signature.candidates.schedule.v_first for signature in session.layers.signatures if signature.candidates
         } == {v_first}

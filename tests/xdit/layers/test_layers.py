@@ -16,6 +16,7 @@ from torch import nn
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
 from xfuser_cocodiff.xdit.layers.layer import Layer
+from xfuser_cocodiff.xdit.layers.layer_signature import MAX_SIGNATURES, LayerSignatures
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.layers.v_source import find_recipes
@@ -43,7 +44,7 @@ class Harness:
         self.sent: list[SentV] = []
         self.all_agree = True
         self.logged: list[str] = []
-        self.layers = Layers(lambda: True, self.send, lambda value: self.all_agree, self.logged.append, str)
+        self.layers = Layers(lambda: True, self.send, lambda value: self.all_agree, self.logged.append, str, True)
 
     def send(self, value: torch.Tensor, layer: Layer) -> SentV:
         self.events.append("send")
@@ -59,7 +60,7 @@ class Harness:
         elif handle := layer.claim_v_handle(value):
             assert torch.equal(handle.value, value), "V that was sent differs from V in USP"
             handle.is_used = True
-        elif layer.call.signature.candidates is None and (layer.call.signature.ready or layer.call.signature.refusal):
+        elif layer.call.signature.candidates is None and (layer.call.structure.ready or layer.call.structure.refusal):
             layer.call.signature.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
         return query * value
 
@@ -175,9 +176,9 @@ def harness() -> Iterator[Harness]:
         yield Harness()
 
 
-def step(transformer: Transformer, text: bool = False) -> torch.Tensor:
+def step(transformer: Transformer, text: bool = False, tokens: int = TOKENS) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    given = {"hidden_states": torch.randn(2, TOKENS, WIDTH, generator=generator)}
+    given = {"hidden_states": torch.randn(2, tokens, WIDTH, generator=generator)}
     if text:
         given["encoder_hidden_states"] = torch.randn(2, 3, WIDTH, generator=generator)
     return transformer(**given)
@@ -227,6 +228,28 @@ def test_v_is_sent_as_soon_as_its_inputs_are_known(
     assert all(layer.call is None for layer in harness.layers._layers.values())
 
 
+@pytest.mark.parametrize("block", [Attention, FusedProjection])
+def test_layers_are_verified_for_any_number_of_tokens(harness: Harness, block: Callable) -> None:
+    transformer = Transformer([Block(block(harness))])
+    known = steps(harness, transformer)[:]
+    for tokens in (TOKENS + 1, TOKENS - 1):
+        harness.events.clear()
+        step(transformer, tokens=tokens)
+        assert sorted(harness.events) == sorted(set(known) - {"send"})  # V is projected once
+        harness.events.clear()
+        step(transformer, tokens=tokens)
+        assert harness.events == known
+    assert len(harness.layers.signatures.structures) == 1
+
+
+def test_signatures_of_old_lengths_are_dropped(harness: Harness) -> None:
+    signatures, module = LayerSignatures(), Attention(harness)
+    for tokens in range(1, 3 * MAX_SIGNATURES):
+        signatures.of_call(module, {"hidden_states": torch.zeros(1, tokens, WIDTH)}, "SDPA")
+    assert len(signatures) == MAX_SIGNATURES
+    assert len({signature.key for signature in signatures}) == 1  # from 256 to 383 tokens
+
+
 def test_v_goes_first_with_weights_that_require_grad(harness: Harness) -> None:
     """Models built outside of inference mode have such weights."""
     with torch.inference_mode(False):
@@ -254,8 +277,8 @@ def test_v_in_columns_of_each_head_has_a_recipe(harness: Harness) -> None:
     given = torch.randn(2, TOKENS, WIDTH)
     all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
     value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
-    [recipe] = find_recipes(value, "after Q and K of each head", {"wqkv": all_heads})
-    assert torch.equal(recipe.build({"wqkv": all_heads}), value)
+    [recipe] = find_recipes(value, "after Q and K of each head", {"wqkv": all_heads}, TOKENS)
+    assert torch.equal(recipe.build({"wqkv": all_heads}, TOKENS), value)
 
 
 def test_v_without_batch_dim_has_a_recipe(harness: Harness) -> None:
@@ -263,10 +286,10 @@ def test_v_without_batch_dim_has_a_recipe(harness: Harness) -> None:
     image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
     value = torch.cat([heads(text[None]), heads(image[None])], 2)
     returned = {"to_v": image, "add_v_proj": text}
-    [recipe] = find_recipes(value, "all", returned)
+    [recipe] = find_recipes(value, "all", returned, 5)
     assert recipe.paths == ("add_v_proj", "to_v")
-    assert torch.equal(recipe.build(returned), value)
-    assert find_recipes(value + 1, "all", returned) == []
+    assert torch.equal(recipe.build(returned, 5), value)
+    assert find_recipes(value + 1, "all", returned, 5) == []
 
 
 def test_v_that_differs_from_its_projection_does_not_go_first(harness: Harness) -> None:
@@ -376,7 +399,7 @@ def test_v_with_several_recipes_is_verified_again(harness: Harness) -> None:
     for block in transformer.blocks:
         block.attn.to_v.bias.fill_(1)
     assert steps(harness, transformer, text=True).count("send") == 2
-    assert {signature.recipe.paths for signature in harness.layers.signatures} == {("add_v_proj", "to_v")}
+    assert {signature.structure.recipe.paths for signature in harness.layers.signatures} == {("add_v_proj", "to_v")}
 
 
 def test_a_module_may_be_called_twice_in_a_block(harness: Harness) -> None:

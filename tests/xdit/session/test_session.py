@@ -76,7 +76,7 @@ def test_slow_axes_are_part_of_the_cache_key() -> None:
         session = Session(config_of("fast", slow_axes=MEASURED_SLOW_AXES), runtime=object())
         slow = SimpleNamespace(topology=Topology.named(**slow_axes))
         session.comm_setup = SimpleNamespace(partition=SimpleNamespace(slow=slow))
-        return session._cache_key(SimpleNamespace(key="single"))
+        return session._cache_key("single")
 
     assert len({key(node=2), key(gpu=2), key(node=2, gpu=2)}) == 3
 

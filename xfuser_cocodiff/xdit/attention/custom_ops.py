@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend, UlyssesAttention, o
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
+from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules, share_schedules
 from xfuser_cocodiff.xdit.attention.tracing import traced_path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
@@ -99,6 +99,8 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     call, sizes = session.traced_call, LayerSizes.of(query, key, value)
     if call.signature:
         call.signature.sizes = sizes
+        if call.signature.candidates is None:
+            share_schedules(call.signature, session)
         if call.signature.candidates is None:
             choose_schedules(call.signature, session, query, key, value)
     call.ulysses.layer_codecs = _codecs(session, call.layer, sizes, call.ulysses.gather is not None)

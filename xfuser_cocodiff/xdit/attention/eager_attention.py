@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, groups_to_compare
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
-from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
+from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules, share_schedules
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -60,7 +60,7 @@ def scheduled_attention(
 ) -> torch.Tensor:
     """Compute Ulysses attention by the schedule of the running layer, with its codecs.
 
-    The first call of a layer signature decides on the schedules that its layers may use.
+    The first call of a size decides on the schedules that its layers may use, and each signature checks their bits.
 
     Args:
         inputs_for: returns the inputs, given the axes along which K and V are gathered, or None.
@@ -81,7 +81,7 @@ def scheduled_attention(
     )
     must_restart = session.runtime is None and schedule != allowed
     if must_restart:
-        schedule, signature.candidates = allowed, None  # chosen anew
+        signature.is_same[schedule.groups, schedule.gathers_kv], schedule = False, allowed
     expects_gather = gathers_kv or schedule.gathers_kv
     inputs = inputs_for(session.gather if expects_gather else None)
     sizes = LayerSizes.of(*inputs.tensors)
@@ -100,13 +100,15 @@ def scheduled_attention(
     attend = inputs.attend_with(session.ring_codecs(running, sizes) if session.ring else None, name)
     if session.mesh.topology.size == 1:
         return attend(*inputs.tensors, ALL_HEADS)
-    if signature and signature.candidates is None and (signature.ready or signature.refusal):
+    if signature and not can_split_heads and (session.overlap.head_groups or 1) > 1:
+        warn_once(
+            f"{signature.name}: --cocodiff_head_groups {session.overlap.head_groups} has no effect, since "
+            "attention needs all heads at once (quantizing backend, PipeFusion, or xDiT's long-context attention)"
+        )
+    if signature and signature.candidates is None:
+        share_schedules(signature, session)
+    if signature and not signature.is_checked and (signature.ready or signature.structure.refusal):
         numbers = head_groups_to_check(signature, session, *inputs.tensors, gathers_now) if can_split_heads else []
-        if not can_split_heads and (session.overlap.head_groups or 1) > 1:
-            warn_once(
-                f"{signature.name}: --cocodiff_head_groups {session.overlap.head_groups} has no effect, since "
-                "attention needs all heads at once (quantizing backend, PipeFusion, or xDiT's long-context attention)"
-            )
         check = HeadGroupCheck(attend, numbers)
         ulysses = UlyssesAttention(session.mesh, 1, name, in_flight, layer_codecs, gather)
         output = ulysses.run(*inputs.tensors, check)

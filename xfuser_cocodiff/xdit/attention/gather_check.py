@@ -22,7 +22,8 @@ def groups_to_compare(
     numbers: Sequence[int],
 ) -> list[int]:
     """Return the numbers of head groups by which lossless layers of a signature may gather K and V if their bits stay
-    the same: where a plan says so or an earlier process has chosen it, and where the planner expects to save time.
+    the same: that of its schedule if it is known, else some where a plan says so or an earlier process has chosen it,
+    and where the planner expects to save time.
 
     All ranks that share a sequence must call this, and get the same answer.
 
@@ -33,10 +34,13 @@ def groups_to_compare(
         gathered_tensors: the same as they are sent where K and V are gathered, perhaps with less zero padding.
         numbers: numbers of head groups that may save time.
     """
+    if signature.candidates:
+        schedule = signature.candidates.schedule
+        return [schedule.groups] if schedule.gathers_kv else []
     is_tried, cached = bool(session.config.plan), session.cached_schedule(signature)
     if not is_tried and cached:
         is_tried = cached.gathers_kv
-    elif not is_tried and (pays_off := session.mesh.policy.gathers_kv):
+    elif not is_tried and session.overlap.v_first is None and (pays_off := session.mesh.policy.gathers_kv):
         sizes = [[tensor.nbytes for tensor in each] for each in (tensors, gathered_tensors)]
         is_tried = bool(session.all_reduce([float(pays_off(*sizes))], "min")[0])
     heads = [tensor.shape[HEADS] // session.gather.num_fast for tensor in gathered_tensors[:2]]

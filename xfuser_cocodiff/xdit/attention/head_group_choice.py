@@ -24,8 +24,9 @@ def head_groups_to_check(
 ) -> list[int]:
     """Return the numbers of head groups that the layers of a signature may use if attention by them is bit-identical.
 
-    That is the number that is set or cached, else those that the planner expects to save time. In lossy modes there are
-    some only where K and V are gathered. All ranks that share a sequence must call this, and get the same numbers.
+    That is the number of its schedule if it is known, the number that is set or cached, else those that the planner
+    expects to save time. In lossy modes there are some only where K and V are gathered. All ranks that share a sequence
+    must call this, and get the same numbers.
 
     Args:
         signature: layer signature.
@@ -35,6 +36,9 @@ def head_groups_to_check(
         value: V, likewise.
         gathers_kv: whether K and V of this call are gathered, encoded.
     """
+    if signature.candidates:
+        schedule = signature.candidates.schedule
+        return [] if schedule.groups == 1 or schedule.gathers_kv else [schedule.groups]
     heads = [tensor.shape[HEADS] // session.head_degree(gathers_kv) for tensor in (query, key)]
     by_coded_heads = session.runtime is not None and not gathers_kv
     if session.overlap.head_groups:

@@ -1,4 +1,4 @@
-"""Choice of overlap schedules for the layers of a signature: set by the user, bit-identical, and possibly faster."""
+"""Choice of overlap schedules for calls of one size: set by the user, bit-identical, and possibly faster."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +11,13 @@ from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.session.session import Session
 
 
+def share_schedules(signature: LayerSignature, session: Session) -> None:
+    """Let a new signature have the schedules of its size, if they are known. No rank communicates."""
+    signature.candidates = session.layers.signatures.candidates.get(signature.key)
+    if signature.candidates and session.runtime:  # whose results may differ by bits
+        signature.is_same = {(each.groups, each.gathers_kv): True for each in signature.candidates.schedules}
+
+
 def choose_schedules(
     signature: LayerSignature,
     session: Session,
@@ -20,7 +27,9 @@ def choose_schedules(
     is_same: Mapping[int, bool] | None = None,
     is_same_gathered: Mapping[int, bool] | None = None,
 ) -> None:
-    """Set the candidate schedules of a layer signature. All ranks that share a sequence must call this.
+    """Set which schedules of a layer signature are bit-identical, and the candidate schedules unless its size has some.
+
+    All ranks that share a sequence must call this.
 
     Args:
         signature: layer signature.
@@ -32,6 +41,13 @@ def choose_schedules(
             ranks.
         is_same_gathered: the same with gathered K and V; empty where that is not tried.
     """
+    checked = {(number, False): same for number, same in (is_same or {}).items()}
+    checked |= {(number, True): same for number, same in (is_same_gathered or {}).items()}
+    if signature.candidates:
+        _agree(signature, session, checked)
+        schedule = signature.candidates.schedule
+        signature.is_same.setdefault((schedule.groups, schedule.gathers_kv), False)  # this call cannot run by it
+        return
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
     nbytes = query.nbytes + key.nbytes + value.nbytes
     pays_off = fixed is None and signature.ready and policy.sends_early(value.nbytes, nbytes)
@@ -39,13 +55,12 @@ def choose_schedules(
     sizes = [value.nbytes, query.nbytes + key.nbytes] if pays_off else [nbytes]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
     # Links differ between the Ulysses groups of a ring, and hooks of the MLP between ranks.
-    is_same, is_same_gathered = is_same or {}, is_same_gathered or {}
-    checked = *is_same.values(), *is_same_gathered.values()
-    answers = session.all_reduce([float(each) for each in (pays_off, has_mlp, is_flat, *checked)], "min")
-    pays_off, has_mlp, is_flat, *are_same = map(bool, answers)
-    usable = [number for number, same in zip(is_same, are_same, strict=False) if same]
-    gathered = [number for number, same in zip(is_same_gathered, are_same[len(is_same) :], strict=True) if same]
-    signature.unequal = tuple(number for number in is_same if number not in usable)
+    if fixed is not False:
+        pays_off, has_mlp, is_flat = _agree(signature, session, checked, pays_off, has_mlp, is_flat)
+    else:
+        _agree(signature, session, checked)
+    usable = [number for (number, gathers_kv), same in signature.is_same.items() if same and not gathers_kv]
+    gathered = [number for (number, gathers_kv), same in signature.is_same.items() if same and gathers_kv]
     if session.overlap.head_groups and signature.unequal:
         warn_once(
             f"--cocodiff_head_groups {session.overlap.head_groups} has no effect: attention by head groups is not "
@@ -67,7 +82,17 @@ def choose_schedules(
     elif len(schedules) > 1:
         numbers = [number for number in gathered if number == groups or not session.overlap.head_groups]
         schedules += [overlapped._replace(groups=number, gathers_kv=True) for number in numbers]
-    signature.candidates = ScheduleCandidates(schedules)
+    signature.candidates = session.layers.signatures.candidates[signature.key] = ScheduleCandidates(schedules)
+
+
+def _agree(
+    signature: LayerSignature, session: Session, checked: Mapping[tuple[int, bool], bool], *others: bool
+) -> list[bool]:
+    """Set which of the checked divisions are bit-identical on all ranks, and return whether others hold on all."""
+    values = *others, *checked.values()
+    answers = [bool(each) for each in session.all_reduce(list(map(float, values)), "min")] if values else []
+    signature.is_same |= dict(zip(checked, answers[len(others) :], strict=True))
+    return answers[: len(others)]
 
 
 def _with_gather(

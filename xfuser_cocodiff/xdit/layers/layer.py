@@ -1,6 +1,6 @@
 """Attention layers in eager mode, and V-First: V is projected and sent before the processor asks for Q and K.
 
-A table lists the projections that V comes from (:mod:`v_source`). The first call of each signature verifies the layer:
+A table lists the projections that V comes from (:mod:`v_source`). The first call of each structure verifies the layer:
 V is projected early, and compared bit for bit with the V that reaches USP. Once all ranks have found them equal, later
 calls project V early and start its all-to-all, and the processor gets the finished projection when it asks for it. If
 the verified V was a view of the projection, later ones must be views too. All other layers run unchanged.
@@ -20,7 +20,13 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_hooks, has_parallel_mlp, materialize
 from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
 from xfuser_cocodiff.xdit.layers.layer_call import EagerCall, EarlyProjection
-from xfuser_cocodiff.xdit.layers.layer_signature import NOT_THROUGH_USP, LayerSignature, LayerSignatures
+from xfuser_cocodiff.xdit.layers.layer_signature import (
+    NOT_THROUGH_USP,
+    LayerSignature,
+    LayerSignatures,
+    LayerStructure,
+    hidden_states,
+)
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_recipes
@@ -40,10 +46,15 @@ class LayerContext:
     """Logs a line at INFO."""
     backend: Callable[[], str]
     """Returns the name of xDiT's attention backend, which may change from step to step."""
-    signatures: LayerSignatures = field(init=False, default_factory=LayerSignatures)
-    """Signatures of all calls so far."""
+    may_send_v_first: bool
+    """Whether V may go first; if not, layers are neither verified nor projected early."""
+    signatures: LayerSignatures = field(init=False)
+    """Signatures of calls so far."""
     current: "Layer | None" = field(init=False, default=None)
     """The layer whose module runs."""
+
+    def __post_init__(self) -> None:
+        self.signatures = LayerSignatures(self.may_send_v_first)
 
 
 class Layer(BaseLayer):
@@ -129,9 +140,9 @@ class Layer(BaseLayer):
             returned = forward(*args, **kwargs)
         finally:
             self._context.current = outer
-        signature = self.call.signature
-        if not signature.verified and not self.call.reached_usp:
-            signature.refusal = signature.refusal or NOT_THROUGH_USP
+        structure = self.call.structure
+        if not structure.verified and not self.call.reached_usp:
+            structure.refusal = structure.refusal or NOT_THROUGH_USP
         self.call.drain()
         return returned
 
@@ -142,8 +153,9 @@ class Layer(BaseLayer):
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
         signature = self._context.signatures.of_call(self._module, tensors, self._context.backend())
         self._set_signature(signature)
-        if signature.source and tensors and not signature.refusal:
-            self._begin_projection(signature.source, tensors)
+        structure = signature.structure
+        if structure.source and tensors and not structure.refusal:
+            self._begin_projection(structure.source, tensors)
 
     def _set_signature(self, signature: LayerSignature) -> None:
         """Set the signature of the call, and its schedule where the last call had another signature."""
@@ -168,16 +180,16 @@ class Layer(BaseLayer):
         """Project V early, then Q. In cross-attention, Q comes from the hidden states and V from the text; otherwise
         both come from one tensor, in which the module has joined the two streams."""
         call = self.call
-        if call and call.text is not None and not call.signature.source.text_path:
+        if call and call.text is not None and not call.structure.source.text_path:
             is_cross_attention = given is call.hidden
-            self._project_early({call.signature.source.path: call.text if is_cross_attention else given})
+            self._project_early({call.structure.source.path: call.text if is_cross_attention else given})
         return forward(given, *args, **kwargs)
 
     # V-First.
 
-    def _is_ready(self, signature: LayerSignature) -> bool:
-        """Return whether V of this layer can go first: the signature is ready, and this layer was verified for it."""
-        return signature.ready and self in signature.verified_layers
+    def _is_ready(self, structure: LayerStructure) -> bool:
+        """Return whether V of this layer can go first: the structure is ready, and this layer was verified."""
+        return structure.ready and self in structure.verified_layers
 
     def _project_early(self, inputs: dict[str, torch.Tensor]) -> None:
         """Project V now, to send it at once or, in a call that verifies, to compare it later.
@@ -185,12 +197,12 @@ class Layer(BaseLayer):
         Args:
             inputs: of each projection, by path.
         """
-        call, signature = self.call, self.call.signature
-        is_ready = self._is_ready(signature)
-        if call.early or signature.refusal or (is_ready and not call.schedule.v_first):
+        call, structure = self.call, self.call.structure
+        is_ready = self._is_ready(structure)
+        if call.early or structure.refusal or (is_ready and not call.schedule.v_first):
             return
-        if signature.recipe:
-            inputs = {path: inputs[path] for path in signature.recipe.paths}
+        if structure.recipe:
+            inputs = {path: inputs[path] for path in structure.recipe.paths}
         modules = {path: self._module.get_submodule(path) for path in inputs}
         if not is_ready and any(map(has_hooks, modules.values())):
             return  # hooks would run twice
@@ -207,8 +219,8 @@ class Layer(BaseLayer):
             self._is_projecting_early = False
         call.early = early
         if is_ready:
-            value = signature.recipe.build({path: each.output for path, each in early.items()})
-            call.v_handle = self._context.send_v(value, self)
+            value = structure.recipe.build({path: each.output for path, each in early.items()}, call.num_hidden)
+            call.v_handle, call.v_shape = self._context.send_v(value, self), value.shape
 
     def _call_projection(self, path: str, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the early projection where it has the same input, else project."""
@@ -216,35 +228,35 @@ class Layer(BaseLayer):
         if early is None or early.input is not given or args or kwargs:
             return forward(given, *args, **kwargs)
         # A call that verifies projects again: what reaches USP must not be the tensor that it is compared with.
-        requested = early if self._is_ready(self.call.signature) else EarlyProjection.of(forward, given)
+        requested = early if self._is_ready(self.call.structure) else EarlyProjection.of(forward, given)
         self.call.requested[path] = requested
         return requested.output
 
     def claim_v_handle(self, value: torch.Tensor) -> Handle | None:
         """Return the handle of V's all-to-all if it has been started, given the V that reached USP; None otherwise.
 
-        The first call of a signature verifies the layer here. All ranks of the group must call this.
+        The first call of a structure verifies the layer here. All ranks of the group must call this.
 
         Raises:
             RuntimeError: V has another source than in the verified call. There is no fallback, since only this rank
                 knows, and the others wait for the V that it has sent.
         """
-        call, signature = self.call, self.call.signature
+        call, structure = self.call, self.call.structure
         call.reached_usp = True
-        if not signature.verified or (signature.ready and not self._is_ready(signature)):
+        if not structure.verified or (structure.ready and not self._is_ready(structure)):
             self._verify(value)
         if call.v_handle is None or not call.early:
             return None
         handle, call.early = call.v_handle, {}  # the message holds a copy
-        if value.shape != signature.recipe.shape:  # on all ranks, since an all-to-all needs equal shapes
+        if value.shape != call.v_shape:  # on all ranks, since an all-to-all needs equal shapes
             handle.drain()
-            signature.refusal = "V has another shape than before"
+            structure.refusal = "V has another shape than before"
             return None
-        has_other_source = call.requested.keys() != {*signature.recipe.paths}
-        if has_other_source or (signature.in_place and not self._is_in_place(value, signature.recipe)):
+        has_other_source = call.requested.keys() != {*structure.recipe.paths}
+        if has_other_source or (structure.in_place and not self._is_in_place(value, structure.recipe)):
             handle.drain()
             raise RuntimeError(
-                f"{self.name}: V does not come from {' and '.join(signature.recipe.paths)} as it did before; run with "
+                f"{self.name}: V does not come from {' and '.join(structure.recipe.paths)} as it did before; run with "
                 "--cocodiff_v_first off"
             )
         return handle
@@ -254,23 +266,24 @@ class Layer(BaseLayer):
         requested = self.call.requested
         if any(each.is_written for each in requested.values()):
             return False
-        return recipe.is_in_place(value, {path: each.output for path, each in requested.items()})
+        outputs = {path: each.output for path, each in requested.items()}
+        return recipe.is_in_place(value, outputs, self.call.num_hidden)
 
     @property
     def has_new_hooks(self) -> bool:
         """Whether a projection of V that was verified without hooks has some now."""
-        signature, module = self._signature, self._module
-        if module is None or signature is None or signature.recipe is None or not self._is_ready(signature):
+        module, structure = self._module, self._signature.structure if self._signature else None
+        if module is None or structure is None or structure.recipe is None or not self._is_ready(structure):
             return False
-        return any(has_hooks(module.get_submodule(path)) for path in signature.recipe.paths)
+        return any(has_hooks(module.get_submodule(path)) for path in structure.recipe.paths)
 
     def _verify(self, value: torch.Tensor) -> None:
-        """Compare the early projections with the V that reached USP, and set the signature's recipe or refusal.
+        """Compare the early projections with the V that reached USP, and set the structure's recipe or refusal.
 
         Each rank compares its own tokens only, so all ranks have to agree on the result. A layer is verified once for
-        each signature.
+        each structure.
         """
-        call, signature = self.call, self.call.signature
+        call, structure = self.call, self.call.structure
         recipes, refusal = self._find_recipes(value)
         recipe = recipes[0] if len(recipes) == 1 else None
         in_place = recipe is not None and self._is_in_place(value, recipe)
@@ -278,18 +291,18 @@ class Layer(BaseLayer):
             recipe, refusal = None, "the ranks do not agree on where V comes from"
         elif len(recipes) > 1:
             return  # values such as zeros fit several recipes; another call decides
-        # A property that one layer lacks does not hold for the signature.
-        signature.in_place = in_place and (signature.in_place or not signature.verified)
-        signature.verified, signature.recipe, signature.refusal = True, recipe, None if recipe else refusal
-        signature.verified_layers.add(self)
+        # A property that one layer lacks does not hold for the structure.
+        structure.in_place = in_place and (structure.in_place or not structure.verified)
+        structure.verified, structure.recipe, structure.refusal = True, recipe, None if recipe else refusal
+        structure.verified_layers.add(self)
         call.drain()
-        if signature.refusal:
-            self._context.log(f"{signature.name}: {signature.status}")
+        if structure.refusal:
+            self._context.log(f"{structure.name}: {structure.status}")
 
     def _find_recipes(self, value: torch.Tensor) -> tuple[list[Recipe], str]:
         """Return all recipes that build V from the early projections, and the reason that holds where there is none."""
-        call, signature = self.call, self.call.signature
-        source = signature.source
+        call, structure = self.call, self.call.structure
+        source = structure.source
         if source is None:
             return [], "its module has no known projection of V"
         paths = [path for path in (source.path, source.text_path) if path]
@@ -300,12 +313,11 @@ class Layer(BaseLayer):
         if not call.requested:
             return [], refusal
         outputs = {path: call.early[path].output for path in paths if path in call.requested}
-        recipes = find_recipes(value, source.columns, outputs)
-        return [each for each in recipes if signature.recipe in (None, each)], refusal
+        recipes = find_recipes(value, source.columns, outputs, call.num_hidden)
+        return [each for each in recipes if structure.recipe in (None, each)], refusal
 
 
 def _inputs(source: Source, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the hidden states and the text among the arguments of a module: by name, else the first and the second."""
-    first, second, *_ = (*tensors.values(), None)
-    hidden = tensors.get("hidden_states", first)
-    return hidden, tensors.get("encoder_hidden_states", second if source.text_path else None)
+    _, second, *_ = (*tensors.values(), None)
+    return hidden_states(tensors), tensors.get("encoder_hidden_states", second if source.text_path else None)

@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.deferred import Deferred
-from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerStructure
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 
 
@@ -87,10 +87,22 @@ class EagerCall(LayerCall):
     """Those of them that the processor has asked for since, by path."""
     reached_usp: bool = False
     """Whether the call's V has reached USP."""
+    v_shape: torch.Size | None = None
+    """Shape of the V that was sent."""
     v_handle: Handle | None = None
     """Handle of V's all-to-all; drained at the end of the call, since an error may come before USP waits for it."""
     deferred: list[Deferred] = field(default_factory=list)
     """Parts of the block's MLP that were called and not computed yet."""
+
+    @property
+    def structure(self) -> LayerStructure:
+        """Structure of the layer."""
+        return self.signature.structure
+
+    @property
+    def num_hidden(self) -> int:
+        """Number of hidden states."""
+        return self.hidden.shape[-2]
 
     def compute_deferred(self) -> None:
         """Compute the deferred parts of the MLP."""

@@ -1,13 +1,14 @@
-"""Signatures of layer calls: what all calls of the same class, submodules, shapes and attention backend share.
+"""What calls of layers share: by structure where V comes from, by size the overlap schedules, by shapes their bits.
 
-A signature depends on values that are equal on all ranks. What is verified about it depends on tensors, so that the
-ranks have to agree on it.
+All depend on values that are equal on all ranks. What is verified depends on tensors, so that the ranks have to agree
+on it. A new number of tokens is no new structure, and seldom a new size: twice as many values are another one.
 """
 
 import hashlib
+import math
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,17 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_source
 
 NOT_THROUGH_USP = "its attention does not go through USP"
+MAX_SIGNATURES = 128
+"""Maximum number of signatures; that of the oldest last call is dropped, as of a text length of an old request."""
 
 
-@dataclass
-class LayerSignature:
-    """Properties of all calls of one class and submodules, with arguments of the same shapes and one backend."""
+@dataclass(eq=False)
+class LayerStructure:
+    """What all calls of one class, submodules and dims share, with any number of tokens: where V comes from."""
 
     name: str
-    key: str = ""
-    """Key of the signature, equal in all processes; used in the tuning cache."""
+    properties: str
+    """Digest of what distinguishes it from other structures, equal in all processes."""
     source: Source | None = None
     """Projections of V in the module."""
     recipe: Recipe | None = None
@@ -40,16 +43,6 @@ class LayerSignature:
     """Layers that were verified."""
     refusal: str | None = None
     """Reason why V cannot go first."""
-    sizes: LayerSizes | None = None
-    """Sizes of this rank's tensors in the last call, where codecs may encode them."""
-    gathers_kv: bool = False
-    """Whether the last call, if it was encoded, gathered K and V."""
-    unequal: tuple[int, ...] = ()
-    """Numbers of head groups with which attention is not bit-identical."""
-    has_parallel_mlp: bool = False
-    """Whether the block has an MLP that can be computed during the all-to-all of Q, K and V."""
-    candidates: ScheduleCandidates | None = None
-    """Its overlap schedules and the one chosen; None until they are known."""
 
     @property
     def ready(self) -> bool:
@@ -57,28 +50,87 @@ class LayerSignature:
         return self.verified and self.refusal is None
 
     @property
-    def schedule(self) -> OverlapSchedule:
-        """The schedule of its next call."""
-        return self.candidates.schedule if self.candidates else OverlapSchedule()
-
-    @property
     def status(self) -> str:
         """Text for a report: whether V can go first, from which projections or why not."""
         if self.ready:
             source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "in a compiled graph"
-            status = f"V can go first, {source}"
-        else:
-            status = f"V does not go first: {self.refusal or 'too few calls to verify it'}"
-        if self.unequal:
-            status += f"; head groups off: {', '.join(map(str, self.unequal))} of them would not be bit-identical"
-        return status
+            return f"V can go first, {source}"
+        return f"V does not go first: {self.refusal or 'too few calls to verify it'}"
+
+
+@dataclass(eq=False)
+class LayerSignature:
+    """Properties of all calls of one structure, with arguments of the same shapes and one attention backend."""
+
+    structure: LayerStructure
+    key: str
+    """Key of its schedules, equal in all processes; used in the tuning cache. Signatures of similar size share one."""
+    sizes: LayerSizes | None = None
+    """Sizes of this rank's tensors in the last call, where codecs may encode them."""
+    gathers_kv: bool = False
+    """Whether the last call, if it was encoded, gathered K and V."""
+    is_same: dict[tuple[int, bool], bool] = field(default_factory=dict)
+    """Whether attention is bit-identical on all ranks, by number of head groups and whether K and V are gathered."""
+    has_parallel_mlp: bool = False
+    """Whether the block has an MLP that can be computed during the all-to-all of Q, K and V."""
+    candidates: ScheduleCandidates | None = None
+    """Overlap schedules of calls of its size and the one chosen; None until they are known."""
+
+    @property
+    def name(self) -> str:
+        """Class of the module, or path of the layer in a graph."""
+        return self.structure.name
+
+    @property
+    def ready(self) -> bool:
+        """Whether V can go first."""
+        return self.structure.ready
+
+    @property
+    def schedule(self) -> OverlapSchedule:
+        """The schedule of its next call, bit-identical to all heads at once."""
+        if self.candidates is None:
+            return OverlapSchedule()
+        schedule = self.candidates.schedule
+        return schedule if self._is_same(schedule) else schedule._replace(groups=1, gathers_kv=False)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether it is known if attention by the schedule of its size is bit-identical."""
+        return self.candidates is not None and self._is_same(self.candidates.schedule) is not None
+
+    def _is_same(self, schedule: OverlapSchedule) -> bool | None:
+        """Return whether attention by a schedule is bit-identical; None if that is not known."""
+        division = schedule.groups, schedule.gathers_kv
+        return division == (1, False) or self.is_same.get(division)
+
+    @property
+    def unequal(self) -> tuple[int, ...]:
+        """Numbers of head groups with which attention is not bit-identical."""
+        return tuple(groups for (groups, gathers_kv), same in self.is_same.items() if not (same or gathers_kv))
+
+    @property
+    def status(self) -> str:
+        """Text for a report: whether V can go first, and which numbers of head groups are not used."""
+        if not self.unequal:
+            return self.structure.status
+        numbers = ", ".join(map(str, self.unequal))
+        return f"{self.structure.status}; head groups off: {numbers} of them would not be bit-identical"
 
 
 class LayerSignatures:
-    """All signatures of a session."""
+    """All structures of a session, the newest signatures, and the schedules that they share.
 
-    def __init__(self) -> None:
+    Args:
+        may_send_v_first: whether V may go first; if not, no structure is verified.
+    """
+
+    def __init__(self, may_send_v_first: bool = True) -> None:
+        self._may_send_v_first = may_send_v_first
+        self._structures: dict[tuple, LayerStructure] = {}
         self._signatures: dict[tuple, LayerSignature] = {}
+        self.candidates: dict[str, ScheduleCandidates] = {}
+        """Schedules by :attr:`LayerSignature.key`."""
 
     def __iter__(self) -> Iterator[LayerSignature]:
         return iter(list(self._signatures.values()))
@@ -86,9 +138,16 @@ class LayerSignatures:
     def __len__(self) -> int:
         return len(self._signatures)
 
+    @property
+    def structures(self) -> list[LayerStructure]:
+        """All structures so far."""
+        return list(self._structures.values())
+
     def clear(self) -> None:
         """Drop all signatures."""
+        self._structures.clear()
         self._signatures.clear()
+        self.candidates.clear()
 
     def of_call(self, module: nn.Module, arguments: dict[str, torch.Tensor], backend: str) -> LayerSignature:
         """Return the signature of a call in eager mode, the same on all ranks.
@@ -98,37 +157,64 @@ class LayerSignatures:
             arguments: tensors that it is called with, by name.
             backend: attention backend; head groups that are bit-identical with one may not be with another.
         """
-        name = type(module).__name__
-        submodules = tuple((path, type(child).__name__) for path, child in module.named_children())
-        shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
         processor = type(getattr(module, "processor", None))
-        key = type(module), processor, submodules, shapes, backend
-        if key not in self._signatures:
+        submodules = tuple((path, type(child).__name__) for path, child in module.named_children())
+        kinds = tuple((name, value.ndim, value.dtype) for name, value in arguments.items())
+        hidden = hidden_states(arguments)
+        dims = () if hidden is None else (*hidden.shape[:-2], *hidden.shape[-1:])
+        properties = submodules, kinds, dims
+        key = type(module), processor, properties
+        if key not in self._structures:
+            name = type(module).__name__
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
-            properties = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None), backend
-            self._signatures[key] = LayerSignature(name, f"{name} {_digest(properties)}", find_source(module))
-        return self._signatures[key]
+            digest = _digest((name, processor.__name__, *properties, sizes, getattr(module, "heads", None)))
+            self._structures[key] = (
+                LayerStructure(name, digest, find_source(module))
+                if self._may_send_v_first
+                else LayerStructure(name, digest, verified=True, refusal="--cocodiff_v_first off")
+            )
+        return self._signature(self._structures[key], arguments.values(), backend)
 
     def of_graph(self, layer: str, value: torch.Tensor) -> LayerSignature:
         """Return the signature of a call in a compiled graph, where V can always go first.
 
         Args:
             layer: path of the layer; paths that differ in numbers only have the same signature.
-            value: V.
+            value: V, shape (B, H, S, D).
         """
         name = re.sub(r"\d+", "*", layer)
-        key = name, tuple(value.shape), value.dtype
-        if key not in self._signatures:
-            self._signatures[key] = LayerSignature(name, f"{name} compiled {_digest(key)}", verified=True)
-        return self._signatures[key]
+        key = name, "compiled", (*value.shape[:2], value.shape[3]), value.dtype
+        if key not in self._structures:
+            self._structures[key] = LayerStructure(name, _digest(key), verified=True)
+        return self._signature(self._structures[key], [value])
+
+    def _signature(
+        self, structure: LayerStructure, tensors: Iterable[torch.Tensor], backend: str = ""
+    ) -> LayerSignature:
+        """Return the signature of a call with these tensors, the newest one from now on."""
+        shapes = tuple(tensor.shape for tensor in tensors)
+        key = structure, shapes, backend
+        signature = self._signatures.pop(key, None)
+        if signature is None:
+            size = sum(map(math.prod, shapes)).bit_length()
+            signature = LayerSignature(structure, f"{structure.name} {_digest((structure.properties, size, backend))}")
+            if len(self._signatures) == MAX_SIGNATURES:
+                del self._signatures[next(iter(self._signatures))]
+        self._signatures[key] = signature
+        return signature
 
     def report(self) -> dict[str, list[str]]:
         """Return the statuses of all signatures that go through USP, by class of module."""
         statuses: dict[str, set[str]] = {}
         for signature in self:
-            if signature.refusal != NOT_THROUGH_USP:
+            if signature.structure.refusal != NOT_THROUGH_USP:
                 statuses.setdefault(signature.name, set()).add(signature.status)
         return {name: sorted(each) for name, each in statuses.items()}
+
+
+def hidden_states(arguments: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the hidden states among the arguments of a module: by name, else the first."""
+    return arguments.get("hidden_states", next(iter(arguments.values()), None))
 
 
 def _digest(properties: tuple) -> str:

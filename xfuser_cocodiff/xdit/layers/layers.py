@@ -78,14 +78,14 @@ class Layers(LayerContext):
 
     def begin_run(self) -> None:
         """Verify all layers again if a projection of V has new hooks on any rank. All ranks must call this."""
-        verified = [signature for signature in self.signatures if signature.recipe]
+        verified = [structure for structure in self.signatures.structures if structure.recipe]
         if not verified:
             return
         has_new_hooks = any(layer.has_new_hooks for layer in list(self._layers.values()))
         if not self.all_agree(has_new_hooks) or has_new_hooks:
-            for signature in verified:
-                signature.verified, signature.recipe = False, None
-                signature.verified_layers.clear()
+            for structure in verified:
+                structure.verified, structure.recipe = False, None
+                structure.verified_layers.clear()
 
     def clear(self) -> None:
         """Restore the modules of all layers, and drop these."""

@@ -11,6 +11,8 @@ from torch import nn
 
 Columns = Literal["all", "after Q and K", "after Q and K of each head"]
 """Columns of a projection's output that are V's."""
+Tokens = Literal["all", "first", "last"]
+"""Tokens that are V's: all, or the first or last ones, as many as there are hidden states."""
 
 
 @dataclass(frozen=True)
@@ -51,42 +53,43 @@ def find_source(module: nn.Module) -> Source | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How V, shape (B, H, S, D), is built: V's columns of each projection, joined along the sequence; a slice of the
-    tokens; heads repeated for grouped-query attention; then zero-padded heads."""
+    """How V, shape (B, H, S, D), is built: V's columns of each projection, joined along the sequence; some of the
+    tokens; heads repeated for grouped-query attention; then zero-padded heads. It holds for any number of tokens."""
 
     paths: tuple[str, ...]
     """Projections, in the order of their tokens."""
     columns: Columns
-    first_token: int
-    """Index of V's first token among the joined ones."""
-    shape: tuple[int, ...]
-    """Shape of V."""
+    tokens: Tokens
+    heads: int
+    """Heads of V."""
+    head_dim: int
     repeats: int = 1
     """Number of Q heads that share a head of V."""
 
-    def build(self, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return V, built from the outputs of projections by path.
+    def build(self, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> torch.Tensor:
+        """Return V, built from the outputs of projections by path and the number of hidden states.
 
         Raises:
             RuntimeError: shapes do not fit the recipe; also IndexError and ValueError.
         """
-        _, heads, tokens, head_dim = self.shape
         parts = [self._v_columns(_with_batch_dim(outputs[path])) for path in self.paths]
         joint = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        value = joint.narrow(1, self.first_token, tokens).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        if self.tokens != "all":
+            joint = joint.narrow(1, joint.shape[1] - num_hidden if self.tokens == "last" else 0, num_hidden)
+        value = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.repeats > 1:
             value = value.repeat_interleave(self.repeats, 1)
-        missing = heads - value.shape[1]
+        missing = self.heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
-    def is_in_place(self, value: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> bool:
+    def is_in_place(self, value: torch.Tensor, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> bool:
         """Return whether V is a view of the projections' outputs."""
-        built = self.build(outputs)
+        built = self.build(outputs, num_hidden)
         return (built.data_ptr(), built.stride()) == (value.data_ptr(), value.stride())
 
     def _v_columns(self, output: torch.Tensor) -> torch.Tensor:
         """Return the columns of V in a projection's output, shape (B, S, columns)."""
-        _, heads, _, head_dim = self.shape
+        heads, head_dim = self.heads, self.head_dim
         if self.columns == "after Q and K":
             return output.narrow(-1, 2 * heads * head_dim, heads * head_dim)
         if self.columns == "after Q and K of each head":
@@ -94,28 +97,30 @@ class Recipe:
         return output
 
 
-def find_recipes(value: torch.Tensor, columns: Columns, outputs: Mapping[str, torch.Tensor]) -> list[Recipe]:
+def find_recipes(
+    value: torch.Tensor, columns: Columns, outputs: Mapping[str, torch.Tensor], num_hidden: int
+) -> list[Recipe]:
     """Return all recipes that build a bit-identical V from outputs of projections; several fit equal values, as zeros.
 
     Args:
         value: V, shape (B, H, S, D).
         columns: columns of the outputs that are V's.
         outputs: of the projections, by path.
+        num_hidden: number of hidden states.
     """
-    shape, recipes = tuple(value.shape), []
+    (_, heads, tokens, head_dim), recipes = value.shape, []
     for count in range(1, len(outputs) + 1):  # V may come from fewer projections than there are
         for paths in itertools.permutations(outputs, count):
-            lengths = [_with_batch_dim(outputs[path]).shape[1] for path in paths]
-            tokens = sum(lengths)
-            width = outputs[paths[0]].shape[-1] if columns == "all" else shape[1] * shape[3]
-            first_tokens = {0, tokens - shape[2]}  # some models project text too, and cut it off
-            repeats = {1, max(shape[1] * shape[3] // width, 1)}  # 1 where heads are zero-padded
-            for first_token, repeat in itertools.product(first_tokens, repeats):
-                if count > 1 and not (first_token < lengths[0] and first_token + shape[2] > tokens - lengths[-1]):
-                    continue  # fewer projections suffice
-                recipe = Recipe(paths, columns, first_token, shape, repeat)
+            has_all = sum(_with_batch_dim(outputs[path]).shape[1] for path in paths) == tokens
+            kept: tuple[Tokens, ...] = ("all",) if has_all else ("first", "last")  # some models cut off the text's V
+            if count > 1 and not has_all:
+                continue  # fewer projections suffice
+            width = outputs[paths[0]].shape[-1] if columns == "all" else heads * head_dim
+            repeats = {1, max(heads * head_dim // width, 1)}  # 1 where heads are zero-padded
+            for part, repeat in itertools.product(kept, repeats):
+                recipe = Recipe(paths, columns, part, heads, head_dim, repeat)
                 with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
-                    if torch.equal(recipe.build(outputs), value):
+                    if torch.equal(recipe.build(outputs, num_hidden), value):
                         recipes.append(recipe)
     return recipes
 

@@ -90,7 +90,7 @@ class Session:
         self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
         self.layers = Layers(
             *(self._overlaps, self.start_value, self.all_agree, info_once, _backend_name),
-            *(self._counts_calls, self.runs.before_call),
+            *(self.overlap.v_first is not False, self._counts_calls, self.runs.before_call),
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Looked up here, since PyTorch cannot trace cached functions.
@@ -176,19 +176,20 @@ class Session:
     # Tuning.
 
     def _candidates(self) -> list[ScheduleCandidates]:
-        return [signature.candidates for signature in self.layers.signatures if signature.candidates]
+        of_signatures = [signature.candidates for signature in self.layers.signatures if signature.candidates]
+        return list(dict.fromkeys([*self.layers.signatures.candidates.values(), *of_signatures]))
 
     def cached_schedule(self, signature: LayerSignature) -> OverlapSchedule | None:
         """Return the schedule that an earlier process has chosen, the same on all ranks; None where there is none, or
         where an overlap option is set."""
         if self.comm_setup.cache is None or self.overlap != Overlap():
             return None
-        schedule = self.comm_setup.cache.schedules.get(self._cache_key(signature))
+        schedule = self.comm_setup.cache.schedules.get(self._cache_key(signature.key))
         return schedule if schedule and (signature.ready or not schedule.v_first) else None
 
-    def _cache_key(self, signature: LayerSignature) -> str:
-        """Return the key of a signature's schedule in the tuning cache, with the options that it depends on."""
-        return f"{self._tuned_options} {signature.key}"
+    def _cache_key(self, key: str) -> str:
+        """Return the key of signatures' schedule in the tuning cache, with the options that it depends on."""
+        return f"{self._tuned_options} {key}"
 
     @property
     def _tuned_options(self) -> str:
@@ -234,8 +235,9 @@ class Session:
         if self.comm_setup.cache is None:
             return
         if self.overlap == Overlap():
-            chosen = [each for each in self.layers.signatures if each.candidates and each.candidates.chosen]
-            self.comm_setup.cache.schedules |= {self._cache_key(each): each.candidates.chosen for each in chosen}
+            shared = self.layers.signatures.candidates
+            chosen = {self._cache_key(key): each.chosen for key, each in shared.items() if each.chosen}
+            self.comm_setup.cache.schedules |= chosen
         if self.precision_tuner:
             choices = self.precision_tuner.choices
             self.comm_setup.cache.precisions |= {self._precision_key(kind): choices[kind] for kind in choices}
