@@ -1,4 +1,4 @@
-"""Declared and detected runs: references of one run are never used in another, in any order of calls."""
+"""Runs: references of one run are never used in another, in any order of calls."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
-from xfuser_cocodiff.xdit.session import runs, step_key
+from xfuser_cocodiff.xdit.session import runs
 from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES, Runs
 
 TIMES = (1.0, 0.75, 0.5, 0.25)
@@ -81,128 +81,21 @@ def prompt() -> torch.Tensor:
     return torch.zeros(1, 4, 8)
 
 
-def loop(model: Transformer, request: float, text: torch.Tensor, times: tuple = TIMES) -> list[bool]:
-    """Call a transformer at several times without declaring a run."""
-    return [model(request, timestep=torch.full((1,), time), encoder_hidden_states=text) for time in times]
+# Calls outside of runs.
 
 
-# Detected runs.
+def test_undeclared_loops_are_lossless_without_agreement_and_warn_once(warned: list[str]) -> None:
+    def agree(value: object) -> bool:
+        raise AssertionError(f"ranks compare {value}")
 
-
-@pytest.mark.parametrize("times", [TIMES, TIMES[::-1]], ids=["down", "up"])
-@pytest.mark.parametrize("same_prompt", [False, True])
-def test_a_run_is_detected_from_its_timesteps(times: tuple, same_prompt: bool) -> None:
-    session, text = FakeSession(), prompt()
-    model = session.transformer()
+    session = FakeSession(agree)
+    model, text = session.transformer(), prompt()
     for request in range(3):
-        assert loop(model, request, text if same_prompt else prompt(), times) == [False, True, True, True]
-    # Positional arguments work too.
-    assert [model(3, time, text) for time in times] == [False, True, True, True]
-    assert session.num_references == 1
-
-
-@pytest.mark.parametrize("second", [(0.6, 0.3), (0.5, 0.2), (0.4, 0.1), (0.75, 0.5), (1.0, 0.5)])
-def test_another_prompt_begins_another_run_at_any_time(second: tuple) -> None:
-    model = FakeSession().transformer()
-    loop(model, 1, prompt(), (1.0, 0.75, 0.5))
-    assert not loop(model, 2, prompt(), second)[0]
-
-
-def test_the_same_prompt_at_the_last_time_begins_another_run() -> None:
-    model, text = FakeSession().transformer(), prompt()
-    loop(model, 1, text, (1.0, 0.5))
-    assert loop(model, 2, text, (0.5, 0.25)) == [False, True]
-
-
-def test_runs_of_one_step_share_no_reference() -> None:
-    session, text = FakeSession(), prompt()
-    model = session.transformer()
-    for request in range(3 * MAX_BRANCHES):
-        assert loop(model, request, text if request % 2 else prompt(), (1.0,)) == [False]
-        assert session.num_references <= MAX_BRANCHES
-
-
-def test_calls_at_one_time_are_branches() -> None:
-    session, texts = FakeSession(), [prompt(), prompt()]
-    model = session.transformer()
-    for request in (0, 10):
-        for number, time in enumerate(TIMES):
-            for branch, text in enumerate(texts):
-                assert model(request + branch, timestep=time, encoder_hidden_states=text) == (number > 0)
-        assert session.num_references == 2
-
-
-def test_guidance_that_begins_in_a_run_mixes_no_references() -> None:
-    session, texts = FakeSession(), [prompt(), prompt()]
-    model = session.transformer()
-    found = []
-    for number, time in enumerate((1.0, 0.9, 0.8, 0.7, 0.6, 0.5)):
-        for branch in range(1 + (number > 1)):
-            found.append(model(branch, timestep=time, encoder_hidden_states=texts[branch]))
-    assert found[-4:] == [True] * 4
-
-
-def test_an_overwritten_prompt_is_another_prompt() -> None:
-    model, text = FakeSession().transformer(), prompt()
-    loop(model, 1, text, (1.0, 0.75))
-    text.fill_(1)
-    assert not loop(model, 2, text, (0.5,))[0]
-
-
-def test_a_second_transformer_may_continue_a_run() -> None:
-    session = FakeSession()
-    first, second = session.transformer(), session.transformer()
-    for request in range(2):
-        texts = [prompt(), prompt()]
-        for model, times in ((first, (1.0, 0.9, 0.8)), (second, (0.5, 0.4, 0.3))):
-            for number, time in enumerate(times):
-                for branch, text in enumerate(texts):
-                    call = {"timestep": time, "encoder_hidden_states": text}
-                    assert model(10 * request + branch, **call) == (number > 0)
-            assert session.num_references == 2  # two branches of one transformer
-
-
-@pytest.fixture
-def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let timesteps seem to be on a device, whose values the host does not read."""
-    monkeypatch.setattr(step_key, "_on_host", lambda tensor: False)
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.usefixtures("on_a_device")
-def test_timesteps_on_a_device_are_compared_by_their_offset(inference: bool) -> None:
-    session, times = FakeSession(), torch.tensor(TIMES)
-    model = session.transformer()
-    with torch.inference_mode(inference):
-        for request in range(3):
-            if request == 2:
-                times = torch.tensor(TIMES)
-            text = prompt()
-            found = [model(request, timestep=time.expand(1), encoder_hidden_states=text) for time in times]
-            assert found == [False, True, True, True]
-
-
-@pytest.mark.usefixtures("on_a_device")
-def test_new_timestep_tensors_on_a_device_warn_once(warned: list[str]) -> None:
-    model, text = FakeSession().transformer(), prompt()
-    for request in range(2):
-        assert loop(model, request, text) == [False] * 4
+        assert [model(request, timestep=time, encoder_hidden_states=text) for time in TIMES] == [False] * 4
+    assert session.num_references == 0
     [message] = warned
-    assert "compression inactive (mode 'balanced'): no denoising steps detected" in message
-    assert "xfuser_cocodiff.run(" in message
-
-
-@pytest.mark.parametrize("missing", ["timestep", "encoder_hidden_states"])
-def test_a_missing_argument_warns_once(missing: str, warned: list[str]) -> None:
-    session, transformer = FakeSession(), nn.Identity()
-    root = RootModule(transformer, lambda: True, session.runs.before_call)
-    given = {"timestep": 1.0, "encoder_hidden_states": prompt()}
-    del given[missing]
-    for _ in range(6):
-        session.runs.before_call(root, (), given)
-        assert root.run is None
-    [message] = warned
-    assert f"no argument named {missing}" in message and "xfuser_cocodiff.run(" in message
+    assert message.startswith("compression inactive (mode 'balanced'): no denoising steps detected; wrap the loop in ")
+    assert "with xfuser_cocodiff.run(steps=...) as run:" in message
 
 
 def test_an_undeclared_loop_after_a_pipeline_warns(warned: list[str]) -> None:
@@ -215,12 +108,12 @@ def test_an_undeclared_loop_after_a_pipeline_warns(warned: list[str]) -> None:
             session.runs.end_step()
     assert warned == []
     for _ in range(4):
-        model(2, timestep=1.0, encoder_hidden_states=None)
+        assert not model(2, timestep=1.0, encoder_hidden_states=text)
     [message] = warned
-    assert "no argument named encoder_hidden_states" in message
+    assert "no denoising steps detected" in message
 
 
-# Declared runs.
+# Runs.
 
 
 @pytest.mark.parametrize("total", [4, None])
@@ -508,19 +401,16 @@ class Loops:
         return [report.sent_bytes / report.exact_bytes for report in self.session.runtime.reports]
 
 
-FORMS = ("by_hand", "declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
+FORMS = ("declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
 
 
 def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tensor, list[float]]]:
-    """Return the latents of several runs, and the compression ratios of their steps.
-
-    The first step of a detected run is lossless; here that of declared runs is too, so that all can be compared.
-    """
-    loops = Loops(rank, config_of(mode, schedule=None if mode == "exact" else "first=exact"))
+    """Return the latents of several runs, and the compression ratios of their steps."""
+    loops = Loops(rank, config_of(mode))
     return [(loops.run(*run), loops.encoded if loops.session.runtime else []) for run in runs]
 
 
-@pytest.mark.parametrize(("branches", "forms"), [slow(2, FORMS), (1, ("by_hand", "declared"))])
+@pytest.mark.parametrize(("branches", "forms"), [slow(2, FORMS), (1, ("declared", "by_diffusers"))])
 def test_every_form_of_a_loop_is_encoded(branches: int, forms: tuple[str, ...]) -> None:
     exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", branches), (1, "by_diffusers", branches)])
     fresh = ranks.run(all_loops, 2, "balanced", [(2, "declared", branches)])
@@ -529,16 +419,21 @@ def test_every_form_of_a_loop_is_encoded(branches: int, forms: tuple[str, ...]) 
     for rank, found in enumerate(ranks.run(all_loops, 2, "balanced", in_a_row)):
         (wanted, _), (scheduled, _) = exact[rank]
         torch.testing.assert_close(scheduled, wanted)
-        latents, encoded = found[0]
-        # The last step of an undeclared loop has not ended yet.
-        assert encoded[0] >= 1 and len(encoded) == STEPS - 1 and max(encoded[1:]) < 0.2
+        latents, _ = found[0]
         error = (latents - wanted).norm() / wanted.norm()
         assert 0 < error < 0.1
         for (latents, encoded), (seed, form, _) in zip(found, in_a_row, strict=True):
             torch.testing.assert_close(latents, found[seed - 1][0], rtol=1e-5, atol=1e-5)
-            assert form == "by_hand" or (len(encoded) == STEPS and max(encoded[1:]) < 0.2)
+            assert len(encoded) == STEPS and max(encoded[1:]) < 0.2, form
         assert torch.equal(found[1][0], fresh[rank][0][0])
         assert torch.equal(found[3][0], fresh[rank][0][0])
+
+
+def test_an_undeclared_loop_is_lossless() -> None:
+    exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", 1)])
+    coded = ranks.run(all_loops, 2, "balanced", [(1, "by_hand", 1)])
+    for [(expected, _)], [(found, encoded)] in zip(exact, coded, strict=True):
+        assert torch.equal(found, expected) and encoded == []
 
 
 def two_experts(rank: int) -> list[float]:
@@ -560,24 +455,6 @@ def test_a_second_transformer_has_its_own_references() -> None:
         change = STEPS // 2
         assert encoded[0] > 0.2 and encoded[change] > 0.2  # keyframes
         assert max(encoded[1:change] + encoded[change + 1 :]) < 0.2
-
-
-def recompute_on_one_rank(rank: int) -> torch.Tensor:
-    """Run a loop whose prompt is a new tensor in each step on one rank, as after a broadcast."""
-    loops = Loops(rank, config_of("balanced"))
-    velocity = loops.velocity
-    loops.velocity = lambda latents, time, prompts: velocity(
-        latents, time, [prompt.clone() for prompt in prompts] if rank == 1 else prompts
-    )
-    latents = loops.run(1, "by_hand")
-    assert "others make new ones" in loops.session.runs.reason
-    return latents
-
-
-def test_a_loop_that_differs_between_ranks_is_lossless() -> None:
-    exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", 1)])
-    for found, [(wanted, _)] in zip(ranks.run(recompute_on_one_rank, 2), exact, strict=True):
-        assert torch.equal(found, wanted)
 
 
 def run_after_error(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -611,20 +488,3 @@ def test_a_loop_that_an_error_ended_ends_alike_on_all_ranks() -> None:
     for found, [(wanted, _)], [(coded, _)] in zip(ranks.run(run_after_error, 2), exact, fresh, strict=True):
         torch.testing.assert_close(found[0], wanted)
         torch.testing.assert_close(found[1], coded, rtol=0.1, atol=0.1)
-
-
-def first_steps(rank: int) -> list[float]:
-    """Return the compression ratio of the first step of each form of the loop."""
-    loops = Loops(rank, config_of("balanced"))
-    found = []
-    for form in ("by_hand", "declared", "by_diffusers"):
-        loops.run(1, form, 1)
-        found.append(loops.encoded[0])
-    return found
-
-
-def test_a_detected_run_begins_with_a_lossless_step() -> None:
-    """It may turn out to be no run, and must not be compressed then."""
-    for by_hand, declared, by_diffusers in ranks.run(first_steps, 2):
-        assert by_hand >= 1
-        assert declared == by_diffusers < 0.3

@@ -74,7 +74,7 @@ class Session:
     layers: Layers = field(init=False)
     """Attention layers."""
     runs: Runs = field(init=False)
-    """Declared and detected runs."""
+    """Runs of pipelines and samplers."""
     traffic: Traffic = field(init=False)
     """Statistics of the communication, also of stock's while it is recorded."""
     traced_call: TracedCall | None = field(init=False, default=None)
