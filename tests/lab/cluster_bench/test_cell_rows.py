@@ -98,7 +98,7 @@ def test_speedups_are_over_flat_stock_and_over_the_fastest_stock() -> None:
 def test_a_mode_and_best_stock_are_the_fastest_measured_split() -> None:
     def row(mode: str, seconds: float, is_measured: bool = True) -> dict[str, Any]:
         times = {"step_seconds": [seconds] * 3 if is_measured else None, "predicted_seconds": seconds}
-        return {"mode": mode, "variant": mode, **times}
+        return {"mode": mode, "variant": mode, **times, "valid": is_measured or None}
 
     rows = [
         *(row("stock", 9.0), row("stock-combined 4x2", 4.0), row("stock-combined 2x4", 3.9, is_measured=False)),
@@ -109,6 +109,19 @@ def test_a_mode_and_best_stock_are_the_fastest_measured_split() -> None:
     assert compared["best_stock"]["variant"] == "stock-combined 4x2"
     assert compared["best_exact"]["variant"] == "exact 4x2"
     assert compared["best_exact"]["speedup_over_best_stock"] == 2
+
+
+@pytest.mark.parametrize(("predicted", "expected"), [(3.9, "disturbed"), (4.1, "quiet")])
+def test_a_slower_split_is_no_baseline_for_a_disturbed_one(predicted: float, expected: str) -> None:
+    """Its speedups would be too high: that of the disturbed one is reported as invalid instead."""
+    times = {"quiet": (4.0, 4.0, True), "disturbed": (6.0, predicted, False)}
+    rows: list[dict[str, Any]] = [
+        {"mode": name, "variant": name, "step_seconds": [measured] * 3, "predicted_seconds": seconds, "valid": valid}
+        for name, (measured, seconds, valid) in times.items()
+    ]
+    compared = {row["mode"]: row for row in cell_rows.compare(rows, {"best_stock": ["quiet", "disturbed"]})}
+    assert compared["best_stock"]["variant"] == expected
+    assert compared["best_stock"]["valid"] == (expected == "quiet")
 
 
 @pytest.mark.parametrize(
