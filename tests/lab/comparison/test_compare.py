@@ -360,11 +360,15 @@ def test_xdit_arguments_without_dashes_show_the_usage(capsys) -> None:
     assert "-- <xdit arguments" in capsys.readouterr().err
 
 
-def test_degree_one_has_no_communication(quick_script: Callable, capsys) -> None:
+@pytest.mark.parametrize(("options", "count"), [([], 2), (["--ring_degree", "2"], 0)])
+def test_degree_one_without_a_ring_has_no_communication(
+    quick_script: Callable, capsys, options: list[str], count: int
+) -> None:
     line = quick_script()
-    assert cli.main([*line[:-1], "1"]) == 0
+    assert cli.main([*line[:-1], "1", *options]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("--ulysses_degree is 1: there is no communication") == 2  # before the runs and in the notes
+    # Before the runs and in the notes.
+    assert printed.count("--ulysses_degree is 1: there is no communication") == count
 
 
 def test_missing_libraries_are_named_before_the_first_launch(script: Callable, monkeypatch, capsys, tmp_path) -> None:

@@ -187,7 +187,7 @@ def compare(arguments: Sequence[str], out: Path, console: Console, options: Comp
         )
     _check_modes(options.modes, arguments)
     target = _select_target(arguments, options)
-    if degree == 1:
+    if degree == ring_degree(arguments) == 1:
         console.print("--ulysses_degree is 1: there is no communication, so all variants run the same code")
     variants = make_variants(
         target.arguments, target.environment, out, repeats, target.launcher, options.modes, target.default_mode
@@ -274,6 +274,7 @@ def _make_runs(variants: Sequence[RecordedVariant], out: Path, repeats: int) -> 
             "name": variant.name,
             "model": command_line.option_value(arguments, "model"),
             "degree": ulysses_degree(arguments),
+            "ring_degree": ring_degree(arguments),
             "command": shlex.join(variant.launched_command),
             "trace": variant.traces[0].relative_to(out).as_posix() if variant.traces else None,
             "overlap": trace.overlaps(variant.traces),
@@ -299,6 +300,11 @@ def ulysses_degree(arguments: Sequence[str]) -> int:
             "compare without it; try --ulysses_degree 2"
         )
     return _number(arguments, "ulysses_degree", 1)
+
+
+def ring_degree(arguments: Sequence[str]) -> int:
+    """Return the ring degree of a command, whose K and V the plugin codes."""
+    return _number(arguments, "ring_degree", 1)
 
 
 def _number(arguments: Sequence[str], name: str, default: int) -> int:

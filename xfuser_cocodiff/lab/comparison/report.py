@@ -149,7 +149,7 @@ def notes(record: dict[str, Any]) -> list[str]:
     """Return remarks that limit what the comparison of one variant shows."""
     stock, plugin = record["runs"]
     remarks = []
-    if plugin["degree"] == 1:
+    if plugin["degree"] == 1 == plugin["ring_degree"]:
         remarks.append("--ulysses_degree is 1: there is no communication, and both variants ran the same code.")
     elif plugin["topology"] is None:
         remarks.append("The plugin was inactive in this run (its log says why): both variants ran stock xDiT's code.")
