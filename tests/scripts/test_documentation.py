@@ -172,7 +172,7 @@ def test_the_readme_adds_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("row", "cluster", "nodes"),
     [
-        ("2 nodes, 8 A100 each", "ethernet", "2"),
+        ("2 nodes, 8 A100 each", "ethernet-100", "2"),
         ("2 PCIe boxes, 8 L20 each", "pcie", "2"),
         ("2 nodes, 8 H100 each", "dgx-h100", "2"),
         ("2 Aurora nodes, 12 tiles each", "aurora", "2"),

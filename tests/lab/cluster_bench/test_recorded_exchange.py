@@ -8,7 +8,7 @@ from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import record_split
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
-from xfuser_cocodiff.lab.simulation.machines import machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
@@ -17,7 +17,7 @@ from xfuser_cocodiff.xdit.launching import transformer_wrappers
 @pytest.mark.parametrize(("mode", "name"), [("balanced", "kv"), ("paper", "heads")])
 def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, name: str) -> None:
     """The recorder runs the plugin itself, on an emulated accelerator."""
-    cell = Cell(machine_named("ethernet-25"), 2, "flux.2-dev", 1024)
+    cell = Cell(MACHINES["ethernet-25"], 2, "flux.2-dev", 1024)
     variant = Variant(mode, UlyssesRingSplit(16, 1), mode=mode)
     transformer_wrappers.preload(cell.model)
     recorded = record_split(cell, variant.split, [variant])
@@ -33,7 +33,7 @@ def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, name
 @pytest.mark.parametrize(("ulysses", "ring", "tolerance"), [(2, 6, 0.03), (12, 1, 0.015)])
 def test_simulator_knows_merges_of_rings_and_zero_padding(ulysses: int, ring: int, tolerance: float) -> None:
     """SD3.5's 38 heads fit 2 ranks and are zero-padded for 12. Both take 3 to 8 % of a short step."""
-    cell = Cell(machine_named("aurora"), 1, "sd3.5-large", 768)
+    cell = Cell(MACHINES["aurora"], 1, "sd3.5-large", 768)
     variant = Variant("exact", UlyssesRingSplit(ulysses, ring), mode="exact")
     transformer_wrappers.preload(cell.model)
     (known,) = cell_rows.recorded_variants(cell, record_split(cell, variant.split, [variant]), [variant])

@@ -28,7 +28,7 @@ def parse(
 
 
 def test_lists_give_all_combinations() -> None:
-    cells = [each.cell for each in parse("aurora,ethernet", "1,2", "flux1,sd35", "768,1536", "exact")]
+    cells = [each.cell for each in parse("aurora,ethernet-100", "1,2", "flux1,sd35", "768,1536", "exact")]
     assert len(cells) == 16
     assert (cells[0].machine.name, cells[-1].machine.name) == ("aurora", "ethernet-100")
     assert [(cell.nodes, cell.model, cell.resolution) for cell in cells[:3]] == [

@@ -4,7 +4,7 @@ import pytest
 
 from xfuser_cocodiff.engine.settings.ring_placement import INNER, OUTER, UlyssesRingSplit
 from xfuser_cocodiff.lab.cluster_bench import stock_splits
-from xfuser_cocodiff.lab.simulation.machines import MACHINES, machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
@@ -12,7 +12,7 @@ from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 
 def scenario(machine: str, nodes: int, model: str) -> Scenario:
-    return scenario_on_nodes(machine_named(machine), nodes, WORKLOADS[model], 1536)
+    return scenario_on_nodes(MACHINES[machine], nodes, WORKLOADS[model], 1536)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_order_is_that_of_the_simulator(machine: str) -> None:
 
 
 def test_only_near_splits_are_measured() -> None:
-    ranked = stock_splits.rank_stock_splits(scenario("ethernet", 2, "flux.1-dev"))
+    ranked = stock_splits.rank_stock_splits(scenario("ethernet-100", 2, "flux.1-dev"))
     measured, simulated = stock_splits.divide(ranked)
     assert [*measured, *simulated] == ranked
     assert measured[0].split == UlyssesRingSplit(8, 2)  # Ulysses within nodes: K and V cross once

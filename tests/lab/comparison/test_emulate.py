@@ -38,7 +38,7 @@ needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
         ("aurora", [*FLUX, "8"], "node=2,gpu=2,tile=2"),
         ("ethernet", [*FLUX, "8"], "node=2,gpu=4"),
         ("ethernet", [*FLUX, "4"], "node=2,gpu=2"),
-        ("pcie", [*FLUX, "2"], "node=2"),
+        ("sockets", [*FLUX, "2"], "node=2"),
         ("flat", [*FLUX, "6"], "flat=6"),
         ("aurora", [*FLUX, "8", "--cocodiff_topology", "4x2"], "4x2"),
         # The topology of a Ulysses group is not that of all ranks.
@@ -49,7 +49,7 @@ needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
 def test_topology_is_that_of_command_preset_or_two_nodes(preset: str, arguments: list[str], topology: str) -> None:
     assert emulate.topology_for(preset, arguments) == topology
     with pytest.raises(ValueError, match="3 ranks are not divisible by two nodes; give --topology"):
-        emulate.topology_for("pcie", [*FLUX, "3"])
+        emulate.topology_for("sockets", [*FLUX, "3"])
 
 
 def test_cluster_has_the_requested_topology_and_rates() -> None:
@@ -67,21 +67,21 @@ def test_cluster_has_the_requested_topology_and_rates() -> None:
 def test_topology_is_added_if_a_ulysses_group_spans_all_ranks() -> None:
     all_ranks, ring = [*FLUX, "4"], [*FLUX, "2", "--ring_degree", "2"]
     for arguments, added in ((all_ranks, ["--cocodiff_topology=node=2,gpu=2"]), (ring, [])):
-        built = emulate.cluster_for(EmulationOptions("pcie"), arguments)
+        built = emulate.cluster_for(EmulationOptions("sockets"), arguments)
         assert emulate.with_topology(arguments, built) == [*arguments, *added]
     given = [*all_ranks, "--cocodiff_topology", "4"]
-    assert emulate.with_topology(given, emulate.cluster_for(EmulationOptions("pcie"), given)) == given
+    assert emulate.with_topology(given, emulate.cluster_for(EmulationOptions("sockets"), given)) == given
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--emulate mars", "--emulate 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
-        ("--emulate pcie --scale fast", "--scale 'fast' is not valid; valid are numbers above 0"),
-        ("--emulate pcie --scale 1e9", "valid are 0.1 to 10000"),
-        ("--emulate pcie --topology 2x3", "--topology '2x3' has 6 ranks, but the command after -- starts 4; valid are"),
-        ("--emulate pcie --topology rack=4", "--topology: topology 'rack=4' has the unknown axis"),
-        ("--emulate pcie --topology flat", "--topology: 'flat' lacks the number of ranks"),
+        ("--emulate mars", "--emulate 'mars' is not known; valid are aurora, sockets, ethernet, flat"),
+        ("--emulate sockets --scale fast", "--scale 'fast' is not valid; valid are numbers above 0"),
+        ("--emulate sockets --scale 1e9", "valid are 0.1 to 10000"),
+        ("--emulate sockets --topology 2x3", "'2x3' has 6 ranks, but the command after -- starts 4; valid are"),
+        ("--emulate sockets --topology rack=4", "--topology: topology 'rack=4' has the unknown axis"),
+        ("--emulate sockets --topology flat", "--topology: 'flat' lacks the number of ranks"),
         ("--emulate flat --topology 2x2 --launcher mpiexec", "--launcher and --emulate are mutually exclusive"),
         ("--scale 2", "--scale 2 needs --emulate"),
         ("--topology 2x2", "--topology 2x2 needs --emulate"),
@@ -100,9 +100,9 @@ def test_invalid_options_are_reported_before_any_launch(
 def test_missing_tools_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["compare", "--emulate", "pcie", "--", *FLUX, "2"]) == 2
+    assert cli.main(["compare", "--emulate", "sockets", "--", *FLUX, "2"]) == 2
     printed = capsys.readouterr().err
-    assert printed == "cocodiff: --emulate pcie: an emulated cluster needs ip and tc of the package iproute2\n"
+    assert printed == "cocodiff: --emulate sockets: an emulated cluster needs ip and tc of the package iproute2\n"
     assert not list(tmp_path.iterdir())
 
 

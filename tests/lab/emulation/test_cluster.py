@@ -18,6 +18,7 @@ from xfuser_cocodiff.lab.emulation import cluster, links, namespaces
 from xfuser_cocodiff.lab.emulation.links import Cluster, Link
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
 from xfuser_cocodiff.lab.emulation.ranks import run
+from xfuser_cocodiff.lab.simulation.machines import MACHINES
 
 DEADLINE = 120
 """Seconds after which a test gives up: a guard against hangs, not a bound on speed."""
@@ -90,6 +91,10 @@ def test_presets_keep_the_ratios_of_the_real_rates() -> None:
             assert set(preset.gigabytes) == {"node", "gpu", "tile"}
 
 
+def test_a_name_is_one_machine_in_emulation_and_simulation() -> None:
+    assert {*PRESETS} & {*MACHINES} == {"aurora"}
+
+
 def test_packets_are_large_on_oversubscribed_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.25 ms at 148 Mbit/s are 4.6 kB and 8 ms at 12 Mbit/s are 12 kB; packets have at least 1500 bytes."""
     monkeypatch.setattr(links.os, "sched_getaffinity", lambda _: {0, 1})
@@ -124,9 +129,9 @@ def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
     [
         ("--topology 2x2 --rates node=1,gpu=1", "no command given; it follows after --"),
         ("--topology 2x2 -- true", "give either --rates or --preset"),
-        ("--topology 2x2 --rates node=1,gpu=1 --preset pcie -- true", "give either --rates or --preset"),
+        ("--topology 2x2 --rates node=1,gpu=1 --preset sockets -- true", "give either --rates or --preset"),
         ("--rates flat=1 -- true", "--rates needs --topology"),
-        ("--preset mars -- true", "--preset 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
+        ("--preset mars -- true", "--preset 'mars' is not known; valid are aurora, sockets, ethernet, flat"),
         ("--preset aurora --topology flat=8 -- true", "a flat topology goes with --preset flat"),
         ("--topology 2x2 --rates node=1 -- true", "valid are Mbit/s of node, gpu, each once, or of flat alone"),
         ("--topology 2x2 --rates node=1,gpu=1,gpu=2 -- true", "each once"),
@@ -169,14 +174,14 @@ def test_the_script_runs_commands_in_the_working_directory_of_the_caller(tmp_pat
     python.write_text('#!/bin/sh\npwd; printf "%s|" "$@"\n')
     python.chmod(0o755)
     done = subprocess.run(
-        ["bash", scripts / script.name, "--preset", "pcie", "--", "a command", ""],
+        ["bash", scripts / script.name, "--preset", "sockets", "--", "a command", ""],
         cwd=caller,
         env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == f"{caller}\n-m|xfuser_cocodiff.lab.emulation.cluster|--preset|pcie|--|a command||"
+    assert done.stdout == f"{caller}\n-m|xfuser_cocodiff.lab.emulation.cluster|--preset|sockets|--|a command||"
 
 
 # Real namespaces. Ranks run a few lines of Python.

@@ -118,7 +118,7 @@ def test_proposed_sizes_are_valid() -> None:
 
 def test_traffic_equals_a_calculation_by_hand() -> None:
     """FLUX.1-dev at 1024 px on two nodes of 8 ranks, as 8 x 2 with the ring within nodes."""
-    scenario = make_scenario(cluster="ethernet")
+    scenario = make_scenario(cluster="ethernet-100")
     exact = estimate_step(scenario, UlyssesRingSplit(8, 2, "inner"), "exact")
     tensor = 57 * 288 * 24 * 128 * 2  # one tensor of all layers: 288 tokens, 24 heads of 128 values, two bytes
     assert exact.ring_bytes == {"gpu": 2 * tensor}  # K and V to the other rank of the ring
@@ -137,7 +137,7 @@ def test_traffic_equals_a_calculation_by_hand() -> None:
 
 def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
     """FLUX.1-dev on two nodes of 8 ranks, without a ring: 24 heads, divided over the 8 ranks of a node only."""
-    scenario = make_scenario(cluster="ethernet")
+    scenario = make_scenario(cluster="ethernet-100")
     encoded = estimate_step(scenario, UlyssesRingSplit(16, 1), "balanced")
     tensor = 57 * 288 * 24 * 128 * 2
     assert encoded.exchange == {"node": KV, "gpu": HEADS}
@@ -157,7 +157,7 @@ def test_kv_are_gathered_where_that_sends_no_more_bytes(heads_per_kv_head: int, 
     """K and V have 192 heads, which no number of ranks here pads. At equal bits, a gather along N nodes sends 2 (N - 1)
     of the bytes of K, and all-to-alls of Q, K, V and O send (2 + 2 r) (N - 1) / N of them."""
     for nodes in (2, 3, 4, 8):
-        scenario = make_scenario("flux1", 1536, 8 * nodes, cluster="ethernet")
+        scenario = make_scenario("flux1", 1536, 8 * nodes, cluster="ethernet-100")
         heads = {"heads": 192 * heads_per_kv_head, "heads_per_kv_head": heads_per_kv_head}
         workload = dataclasses.replace(scenario.workload, **heads, text_tokens=0)
         scenario = dataclasses.replace(scenario, workload=workload)
@@ -182,7 +182,7 @@ def test_more_ranks_than_heads_need_no_ring(
     topology: str, heads_per_kv_head: int, exchange: str, padded_heads: int
 ) -> None:
     """24 heads of Q on 32 ranks, see docs/plans.md."""
-    scenario = make_scenario("flux1", 1536, 32, cluster="ethernet")
+    scenario = make_scenario("flux1", 1536, 32, cluster="ethernet-100")
     workload = dataclasses.replace(scenario.workload, heads_per_kv_head=heads_per_kv_head)
     scenario = dataclasses.replace(scenario, workload=workload, topology=Topology.parse(topology, 32))
     layer = LayerCommunication(scenario, UlyssesRingSplit(32, 1), "balanced")
@@ -191,7 +191,7 @@ def test_more_ranks_than_heads_need_no_ring(
 
 
 def test_lossless_layers_gather_kv_where_the_model_predicts_a_gain() -> None:
-    scenario = make_scenario("flux1", 1024, 16, cluster="ethernet")
+    scenario = make_scenario("flux1", 1024, 16, cluster="ethernet-100")
     split = UlyssesRingSplit(16, 1)
     grouped = dataclasses.replace(scenario.workload, heads=64, heads_per_kv_head=8)
     key = 57 * 288 * 8 * 128 * 2  # K of all layers, with 8 heads
@@ -233,16 +233,16 @@ def test_gathering_is_never_predicted_to_be_slower_than_by_heads(model: str, res
 
 def test_traffic_includes_zero_padded_heads() -> None:
     """FLUX.1-dev's 24 heads on 16 ranks are zero-padded to 32, two per rank; gathered K and V need no padding."""
-    by_heads = estimate_step(make_scenario(cluster="ethernet"), UlyssesRingSplit(16, 1), "paper")
+    by_heads = estimate_step(make_scenario(cluster="ethernet-100"), UlyssesRingSplit(16, 1), "paper")
     lossless = 57 * 4 * 288 * 32 * 128 * 2 / 2  # half to the other node
     assert by_heads.reference_bytes > 57 * 2 * 4 * 288 * 32 * 128 * 2 / 2  # at both ends
-    gathered = estimate_step(make_scenario(cluster="ethernet"), UlyssesRingSplit(16, 1), "exact")
+    gathered = estimate_step(make_scenario(cluster="ethernet-100"), UlyssesRingSplit(16, 1), "exact")
     assert gathered.sent_bytes["node"] == pytest.approx(lossless * 24 / 32)
 
 
 def test_grouped_heads_are_zero_padded_together() -> None:
     """12 heads of Q in groups of 3, one for each of 4 heads of K and V, which are zero-padded to 8 ranks."""
-    scenario = make_scenario(cluster="ethernet")
+    scenario = make_scenario(cluster="ethernet-100")
     workload = dataclasses.replace(scenario.workload, heads=12, heads_per_kv_head=3)
     layer = LayerCommunication(dataclasses.replace(scenario, workload=workload), UlyssesRingSplit(16, 1), "balanced")
     assert layer.gather.heads == 3 and layer.gather.padded_heads == 24
@@ -347,7 +347,7 @@ def test_estimates_equal_traffic_and_references_of_real_ranks(
 
 def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "plan.json"
-    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet"]
+    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet-100"]
     assert cli.main([*arguments, "--json", str(record)]) == 0
     printed, written = capsys.readouterr().out, json.loads(record.read_text())
     assert written["flags"] in printed

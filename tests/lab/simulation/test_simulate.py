@@ -21,7 +21,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.exchange import UNCODED_REASON
 from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, Computation, Gather, Message, Schedule, layer_time
-from xfuser_cocodiff.lab.simulation.machines import AURORA, MACHINES, Machine, machine_named
+from xfuser_cocodiff.lab.simulation.machines import AURORA, MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.simulate import MODES, scenario_on_nodes, sweep
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step, rank_splits
@@ -178,14 +178,14 @@ def test_videos_have_the_sizes_of_their_models() -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "compiled", "eager"),
-    [("dgx-h100", 4.30, 6.71), ("pcie", 20.24, 24.94 * 1.02), ("ethernet", 0.0, 14.29)],
+    [("dgx-h100", 4.30, 6.71), ("pcie", 20.24, 24.94 * 1.02), ("ethernet-100", 0.0, 14.29)],
 )
 def test_one_rank_takes_as_long_as_in_published_runs(cluster: str, compiled: float, eager: float) -> None:
     """28 steps of FLUX.1-dev at 1024 px, from xDiT, flux-faster and BenchmarkFlux, with text encoders and VAE.
 
     Their eager runs had slower norms, and FlashAttention-2.
     """
-    machine, topology = machine_named(cluster), Topology.flat(1)
+    machine, topology = MACHINES[cluster], Topology.flat(1)
     scenario = Scenario(WORKLOADS["flux.1-dev"], 1024, 1, 28, topology, machine.link_profile, machine.accelerator)
     seconds = 28 * estimate_step(scenario, UlyssesRingSplit(1, 1), STOCK).step_seconds
     assert max(compiled, 0.75 * eager) < seconds < eager
@@ -198,7 +198,7 @@ def test_one_rank_takes_as_long_as_in_published_runs(cluster: str, compiled: flo
 def test_layers_are_lossless_where_the_host_adds_more_time_than_links_save(ulysses: int, ring: int) -> None:
     """Coding saves nine tenths of the bytes that cross nodes, for host time of each tensor. Without it a lossy mode
     sends as `exact` does, but for what is tried in `exact` only."""
-    machine, workload = machine_named("ethernet"), WORKLOADS["flux.1-dev"]
+    machine, workload = MACHINES["ethernet-100"], WORKLOADS["flux.1-dev"]
     topology, split = machine.topology(2), UlyssesRingSplit(ulysses, ring)
     found, inputs = [], (["v", "qk"], ["qkv"])
     for host_seconds in (0.0, 1e-6, 1.0):
@@ -266,7 +266,7 @@ def test_communication_of_head_groups_is_hidden_behind_attention_to_others(
 
 
 def test_head_groups_send_the_same_bytes_in_more_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, workload = machine_named("aurora"), WORKLOADS["flux.1-dev"]
+    machine, workload = MACHINES["aurora"], WORKLOADS["flux.1-dev"]
     scenario = scenario_on_nodes(machine, 1, workload, 2304)  # two heads a rank
     by_groups = estimate_step(scenario, UlyssesRingSplit(12, 1), "exact")
     monkeypatch.setattr(LayerCommunication, "_head_groups", lambda self: [])
@@ -380,9 +380,8 @@ def test_aurora_reproduces_the_times_it_was_fitted_to() -> None:
     assert seconds("hierarchical", 48e6) == pytest.approx(6e-3, rel=0.2)  # from the paper, not fitted
 
 
-def test_aliases_name_machines() -> None:
-    assert machine_named("ethernet") == machine_named("ethernet-100")
-    slow, fast = (machine_named(f"ethernet-{rate}").links[0].bytes_per_second for rate in (25, 100))
+def test_rates_of_ethernet_are_in_the_names() -> None:
+    slow, fast = (MACHINES[f"ethernet-{rate}"].links[0].bytes_per_second for rate in (25, 100))
     assert fast == 4 * slow
 
 
@@ -393,7 +392,7 @@ def test_rows_have_the_keys_of_the_record(tmp_path: Path, capsys: pytest.Capture
     record = tmp_path / "record.json"
     options = [
         "--cluster",
-        "aurora, ethernet",
+        "aurora, ethernet-100",
         "--nodes",
         "1,2",
         "--resolution",
@@ -411,7 +410,7 @@ def test_rows_have_the_keys_of_the_record(tmp_path: Path, capsys: pytest.Capture
         assert [row["speedup"] for row in modes] == [stock["step_seconds"] / row["step_seconds"] for row in modes]
     assert "12 x 1" in capsys.readouterr().out
     exchanges = {(row["cluster"], row["nodes"], row["mode"]): row["exchange"] for row in rows}
-    assert exchanges["ethernet", 2, "fast"] == {"node": "kv", "gpu": "heads"}
+    assert exchanges["ethernet-100", 2, "fast"] == {"node": "kv", "gpu": "heads"}
     assert exchanges["aurora", 2, "stock"] == {"gpu": "heads", "tile": "heads"}  # beside a ring across nodes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.lab.cluster_bench import benchmark, cell_rows
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
-from xfuser_cocodiff.lab.simulation.machines import machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES
 
 _CELL = ("machine", "nodes", "model", "resolution", "batch", "text_tokens", "launch_us", "predicted")
 """Fields that tell cells of a folder apart."""
@@ -46,7 +46,7 @@ def with_own_launch_time(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]
     return [
         cell
         for cell in cells
-        if math.isclose(cell["launch_us"], 1e6 * machine_named(cell["machine"]).accelerator.launch_seconds)
+        if math.isclose(cell["launch_us"], 1e6 * MACHINES[cell["machine"]].accelerator.launch_seconds)
     ]
 
 

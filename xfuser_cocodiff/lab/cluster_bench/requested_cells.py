@@ -13,7 +13,7 @@ from xfuser_cocodiff.lab.cluster_bench.recording import RUN_STEPS
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import dilations
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
-from xfuser_cocodiff.lab.simulation.machines import ALIASES, MACHINES, Machine, machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import ALIASES as MODEL_ALIASES
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
@@ -71,7 +71,7 @@ def parse_cells(
         check_count("--text_tokens", text_tokens)
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"--launch_us {launch_us:g} is not valid; valid are microseconds from 0")
-    used = [_machine(name, launch_us) for name in _names("--machine", machines, MACHINES, ALIASES)]
+    used = [_machine(name, launch_us) for name in _names("--machine", machines, MACHINES, ())]
     workloads = [MODEL_ALIASES.get(name, name) for name in _names("--model", models, WORKLOADS, MODEL_ALIASES)]
     if text_tokens and (without := [name for name in workloads if not WORKLOADS[name].text_tokens]):
         raise ValueError(f"--text_tokens {text_tokens} is not valid: the sequence of {without[0]} has no text")
@@ -195,7 +195,7 @@ def _check(cell: Cell, name: str) -> None:
 
 
 def _machine(name: str, launch_us: float | None) -> Machine:
-    machine = machine_named(name)
+    machine = MACHINES[name]
     if launch_us is None:
         return machine
     return replace(machine, accelerator=replace(machine.accelerator, launch_seconds=1e-6 * launch_us))

@@ -34,7 +34,7 @@ PRESETS = {
     # 10.4 GT/s carry 20.8 GB/s each (Intel, Xeon Scalable), for four GPUs. A PCIe 4.0 x16 slot carries 31.5 GB/s
     # (PCI-SIG: 16 GT/s, 128b/130b), which the three neighbors of a GPU share in an all-to-all. `tile` is a pair with
     # an NVLink bridge, as of RTX A6000: 56.25 GB/s (NVIDIA, "Ampere GA102 GPU Architecture").
-    "pcie": Preset("node=2,gpu=4", {"tile": 56.25, "gpu": 31.5 / 3, "node": 2 * 20.8 / 4}),
+    "sockets": Preset("node=2,gpu=4", {"tile": 56.25, "gpu": 31.5 / 3, "node": 2 * 20.8 / 4}),
     # Nodes of four A100, each pair of them on four NVLinks of 25 GB/s (NVIDIA, "Introducing HGX A100": the board of
     # four), and one 100 Gbit/s Ethernet card, 12.5 GB/s, for the four. `tile` are the two dies of an MI250X, on four
     # links of 50 GB/s (AMD, "CDNA 2 Architecture").

@@ -178,14 +178,3 @@ ARC_B60_BOX = Machine(
 
 MACHINES = {machine.name: machine for machine in (AURORA, DGX_H100, PCIE, ETHERNET_25, ETHERNET_100, ARC_B60_BOX)}
 """Clusters by name."""
-ALIASES = {"ethernet": "ethernet-100"}
-"""Further names of clusters."""
-
-
-def machine_named(name: str) -> Machine:
-    """Return a cluster by its name or alias.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return MACHINES[ALIASES.get(name, name)]

@@ -16,8 +16,7 @@ from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN, Accelerator
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation import exchange
-from xfuser_cocodiff.lab.simulation.machines import ALIASES as CLUSTER_ALIASES
-from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine, machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.lab.simulation.step_time import StepEstimate, estimate_step, rank_splits
@@ -86,8 +85,8 @@ def make_scenario(
         if teraflops:
             accelerator = dataclasses.replace(UNKNOWN, bytes_per_second=2 * measured.copy_bytes_per_second)
     else:
-        check_choice("--cluster", str(cluster), [*MACHINES, *CLUSTER_ALIASES])
-        machine = machine_named(str(cluster))
+        check_choice("--cluster", str(cluster), [*MACHINES])
+        machine = MACHINES[str(cluster)]
         whole, axes = requested or _default_topology(machine, degree), [link.name for link in machine.links]
         link_profile, accelerator = machine.link_profile, machine.accelerator
     if whole.size != degree:

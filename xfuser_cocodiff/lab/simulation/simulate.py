@@ -8,7 +8,7 @@ from xfuser_cocodiff.engine.settings.options import AUTO
 from xfuser_cocodiff.engine.settings.options import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation import exchange
-from xfuser_cocodiff.lab.simulation.machines import ALIASES, MACHINES, Machine, machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
@@ -60,11 +60,11 @@ def sweep(
         ValueError: an option is not valid.
     """
     requested, rows = _parse_names("--mode", modes, MODES), []
-    for cluster in _parse_names("--cluster", clusters, MACHINES, ALIASES):
+    for cluster in _parse_names("--cluster", clusters, MACHINES):
         for model in _parse_names("--model", models, WORKLOADS):
             for count in _parse_counts("--nodes", nodes):
                 for resolution in _parse_counts("--resolution", resolutions):
-                    scenario = scenario_on_nodes(machine_named(cluster), count, WORKLOADS[model], resolution, batch)
+                    scenario = scenario_on_nodes(MACHINES[cluster], count, WORKLOADS[model], resolution, batch)
                     labels = {"cluster": cluster, "nodes": count, "model": model, "resolution": resolution}
                     rows += [{**labels, "batch": batch, **row} for row in _mode_rows(scenario, requested)]
     return rows
@@ -93,10 +93,10 @@ def _mode_rows(scenario: Scenario, modes: Sequence[str]) -> Iterable[dict[str, A
         }
 
 
-def _parse_names(option: str, text: str, valid: Iterable[str], aliases: Iterable[str] = ()) -> list[str]:
+def _parse_names(option: str, text: str, valid: Iterable[str]) -> list[str]:
     names = list(valid) if text == ALL else [name.strip() for name in text.split(",")]
     for name in names:
-        check_choice(option, name, [*valid, *aliases])
+        check_choice(option, name, [*valid])
     return names
 
 
