@@ -93,7 +93,7 @@ def step(
     @torch.inference_mode()
     def call(position: float = 0.5) -> torch.Tensor:
         latents = torch.lerp(noise, target, position)
-        timestep = torch.tensor([1 - position], device=device, dtype=dtype)
+        timestep = torch.full((1,), 1 - position, device=device, dtype=dtype)  # no copy from the host, which would wait
         return model(hidden_states=latents, timestep=timestep, **inputs, return_dict=False)[0]
 
     return call
