@@ -81,15 +81,6 @@ def hub() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def gpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Ranks that share the GPU: with NCCL if a library allows it (docs/one_gpu_facts.md), else with gloo."""
-    from tests.gpu_ranks import shared_gpu
-
-    with shared_gpu(tmp_path_factory.mktemp("nccl")) as found:
-        yield found
-
-
 @pytest.fixture
 def uninstalled() -> Iterator[None]:
     """Uninstall the plugin, which is installed with torch: its run tracker would see the runs of a test twice."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests import ranks
-from tests.gpu_ranks import GpuRanks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
@@ -122,8 +121,8 @@ def test_random_delays_do_not_change_results(plan: str, staged: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
-def test_random_delays_do_not_change_results_on_a_shared_device(plan: str, gpu_ranks: GpuRanks) -> None:
-    gpu_ranks.run(stress, 4, plan, torch.device("cuda", 0), gpu_ranks.is_staged)
+def test_random_delays_do_not_change_results_on_a_shared_device(plan: str) -> None:
+    ranks.run(stress, 4, plan, torch.device("cuda", 0), True, spawn=True)
 
 
 def fail_in_flight(rank: int, groups: int, early: bool) -> None:

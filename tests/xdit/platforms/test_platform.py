@@ -228,7 +228,6 @@ def test_tensors_on_a_device_use_functional_collectives_only() -> None:
         ("lab/probing/pairwise_links.py", "all_gather"),
         ("lab/accelerator/transport.py", "all_reduce"),
         ("lab/cluster_bench/measurement.py", "all_reduce"),
-        ("lab/one_gpu/rank_cases.py", "all_reduce"),
     }
 
 

@@ -27,7 +27,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = (
     *(RECORD_VARIABLE, TRACE_VARIABLE, LOG_LEVEL_VARIABLE),
     *(launcher.CLUSTER_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE"),
-    *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX", "COCODIFF_NCCL"),
+    *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX"),
 )
 """Variables that are not options: those of records, logs, the entry point, the emulated cluster and the scripts."""
 

@@ -1,5 +1,5 @@
-"""Facts about the plugin that only a GPU can tell, in three stages for a machine that is lent for minutes.
-Input: one GPU, and NCCL 2.30 or later for several ranks on it; without a GPU a dry run with toy sizes.
-Output: a line of JSON after every fact, and an archive for each stage; docs/one_gpu_facts.md says what each decides.
-Public: `stages.STAGES`, `runner.run_stage`, `rank_launch.launch`.
+"""Facts about the plugin that only a GPU can tell, in two commands for a machine that is lent for minutes.
+Input: one GPU of NVIDIA, and a folder; `tests/lab/one_gpu/dry_run.py` runs all of it on a CPU and the mock device.
+Output: lines of JSON in the folder's facts.jsonl, each written as soon as it is known; docs/one_gpu.md explains them.
+Public: `table.COMMANDS`, `runner.run`.
 """

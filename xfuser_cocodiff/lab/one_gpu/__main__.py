@@ -1,53 +1,74 @@
-"""python -m xfuser_cocodiff.lab.one_gpu FOLDER STAGE; scripts/one_gpu.sh calls it."""
+"""python3 -m xfuser_cocodiff.lab.one_gpu FOLDER COMMAND; scripts/one_gpu.sh calls it."""
 
 import argparse
-import functools
-import json
+import importlib.metadata
+import importlib.util
+import signal
 import sys
 from pathlib import Path
 
-import torch
+from xfuser_cocodiff.lab.one_gpu import runner
+from xfuser_cocodiff.lab.one_gpu.table import COMMANDS
 
-from xfuser_cocodiff import install
-
-install()  # before xfuser is imported, also where the package is not installed and has no entry point
-
-from xfuser_cocodiff.lab.one_gpu import fact_process, nccl_library, rank_launch  # noqa: E402
-from xfuser_cocodiff.lab.one_gpu.runner import run_stage  # noqa: E402
-from xfuser_cocodiff.lab.one_gpu.stages import STAGES, setting_of  # noqa: E402
-
-NO_DEVICE_STATUS = 2
+MODULES = (
+    *("torch", "triton", "transformers", "xfuser", "diffusers", "yunchang", "distvae", "rich", "bs4", "ftfy"),
+    *("numpy", "PIL", "requests", "einops"),
+)
+"""What the facts import."""
 
 
-def main() -> int:
-    """Run a stage, or one of its facts in this process, and return the exit status."""
+def options() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="scripts/one_gpu.sh")
     parser.add_argument("folder", type=Path, help="folder of the results")
-    parser.add_argument("stage", choices=STAGES, help="stage to run")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
-    parser.add_argument("--fact", choices=[fact.name for facts in STAGES.values() for fact in facts], help="one fact")
-    options = parser.parse_args()
-    facts = STAGES[options.stage]
-    if options.fact:
-        [fact] = [each for each in facts if each.name == options.fact]
-        outcome = fact_process.outcome_of(fact, setting_of(options.folder, options.dry_run))
-        (options.folder / f"{fact.name}.outcome").write_text(json.dumps(outcome))
-        return 0
-    if not (options.dry_run or torch.accelerator.is_available()):
-        print("one_gpu: PyTorch finds no GPU; --dry-run needs none", file=sys.stderr)
-        return NO_DEVICE_STATUS
-    options.folder.mkdir(parents=True, exist_ok=True)
-    if not options.dry_run:
-        rank_launch.forget_fallback(options.folder)
-        nccl_library.start_build(options.folder)
-    measure = functools.partial(
-        fact_process.measure, folder=options.folder, stage=options.stage, is_dry_run=options.dry_run
-    )
-    failed = run_stage(options.stage, facts, options.folder, measure)
+    parser.add_argument("command", choices=COMMANDS, help="which facts to measure")
+    parser.add_argument("--fact", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(folder: Path, command: str, program: str, patience: float = 1.0) -> int:
+    """Run a command and return its exit status: 1 if a fact has failed, 2 if packages are missing.
+
+    Args:
+        folder: folder of the results.
+        command: key of COMMANDS.
+        program: module that measures a fact in a process of its own.
+        patience: factor on all time limits.
+    """
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if not importlib.metadata.entry_points(group="torch.backends", name="cocodiff"):
+        missing.append("xfuser-cocodiff")
+    if missing:
+        print(
+            f"one_gpu: missing: {', '.join(missing)}. Nothing is downloaded here: bring wheels and set PYTHONPATH=SITE "
+            "after `python3 -m pip install --no-index --no-deps --no-build-isolation --target SITE *.whl .`",
+            file=sys.stderr,
+        )
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the facts' processes end too
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = runner.run(command, folder, [sys.executable, "-m", program, str(folder), command], patience)
     if failed:
-        print(f"one_gpu: stage {options.stage}: failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"one_gpu: failed: {', '.join(failed)}; see {folder}/{runner.FACTS_FILE}", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _measure(folder: Path, command: str, name: str) -> None:
+    """Measure a fact on the GPU and end this process."""
+    import torch
+
+    from xfuser_cocodiff import install
+
+    if not torch.cuda.is_available():
+        sys.exit("PyTorch finds no GPU of NVIDIA; scripts/one_gpu.sh FOLDER COMMAND --dry-run needs none")
+    install()  # before xfuser is imported
+    from xfuser_cocodiff.lab.one_gpu import measuring
+
+    measuring.measure_and_exit(command, name, measuring.Setting(folder, torch.device("cuda", 0)))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    given = options()
+    if given.fact:
+        _measure(given.folder, given.command, given.fact)
+    sys.exit(run(given.folder, given.command, "xfuser_cocodiff.lab.one_gpu"))

@@ -1,84 +1,104 @@
-"""Runs the facts of a stage: a line of JSON after each, within a time limit, leaving out what is known already."""
+"""Runs the facts of a command in processes of their own: a crash or a hang of one does not end the others."""
 
+import contextlib
 import json
 import os
-import tarfile
+import signal
+import socket
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from xfuser_cocodiff.lab.one_gpu.fact import Fact, Result
+from xfuser_cocodiff.engine.topology.launcher import SHARE_VARIABLE
+from xfuser_cocodiff.lab.one_gpu.table import COMMANDS, Fact
 
-STAGE_SECONDS = 540.0
-"""Time limit of a stage: nine minutes, a minute less than such a machine gives a command."""
+Row = dict[str, Any]
+"""JSON values."""
 FACTS_FILE = "facts.jsonl"
 OK, FAILED, NOT_AVAILABLE, OUT_OF_TIME = "ok", "failed", "not available", "out of time"
-_LEAST_SECONDS = 5.0
-"""A fact does not start with less time than this."""
-Measure = Callable[[Fact, float], Result]
-"""Measures a fact within a time limit in seconds; returns `status`, with `result` or `reason`, and never raises."""
+NOT_AVAILABLE_STATUS = 3
+"""Exit status of a fact for which this machine lacks something."""
+_STATUSES = {0: OK, None: OUT_OF_TIME, NOT_AVAILABLE_STATUS: NOT_AVAILABLE}
+_LAST_LINES = 15
+"""Lines of output that stand for the cause of a failure."""
 
 
-def run_stage(
-    stage: str, facts: Sequence[Fact], folder: Path, measure: Measure, limit: float = STAGE_SECONDS
-) -> list[str]:
-    """Run the facts of a stage that are not known yet, and return the names of those that failed.
-
-    A fact that fails does not stop the others. Facts for which there is no time are left to the next call.
-
-    Args:
-        stage: name of the stage.
-        facts: its facts, in their order.
-        folder: folder of the results, created if missing.
-        measure: measures one fact.
-        limit: time limit of the stage in seconds.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    known, ends, failed = known_facts(folder), time.monotonic() + limit, []
-    for fact in facts:
-        if known.get(fact.name, {}).get("status") == OK:
-            print(f"== {stage} {fact.name}: known", flush=True)
-            continue
-        started = time.monotonic()
-        if (left := ends - started) < _LEAST_SECONDS:
-            outcome: Result = {"status": OUT_OF_TIME, "reason": f"stage {stage} may take {limit:g} s; call it again"}
-        else:
-            outcome = measure(fact, min(fact.seconds, left))
-        line = {"stage": stage, "fact": fact.name, "seconds": round(time.monotonic() - started, 1), **outcome}
-        _append(folder / FACTS_FILE, line)
-        print(f"== {stage} {fact.name}: {outcome['status']}: {outcome.get('reason', 'see ' + FACTS_FILE)}", flush=True)
-        if outcome["status"] in (FAILED, OUT_OF_TIME):
-            failed.append(fact.name)
-    _pack(stage, folder)
-    return failed
-
-
-def known_facts(folder: Path) -> dict[str, Result]:
-    """Return the latest line of each fact by name; a line that an interruption cut short is left out."""
-    known: dict[str, Result] = {}
-    file = folder / FACTS_FILE
-    for text in file.read_text().splitlines() if file.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        known[line["fact"]] = line
-    return known
-
-
-def _append(file: Path, line: Result) -> None:
-    """Append a line that survives the loss of the machine; it begins on a new line if one was cut short."""
-    with file.open("a+") as lines:
-        lines.seek(max(0, lines.seek(0, os.SEEK_END) - 1))
-        is_cut = lines.read(1) not in ("", "\n")
-        lines.write("\n" * is_cut + json.dumps(line) + "\n")
+def append(folder: Path, row: Row) -> None:
+    """Append a line to the record, at once: the machine may end at any time."""
+    with (folder / FACTS_FILE).open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
         lines.flush()
         os.fsync(lines.fileno())
 
 
-def _pack(stage: str, folder: Path) -> None:
-    """Write all results so far into one archive."""
-    with tarfile.open(folder / f"stage-{stage}.tar.gz", "w:gz") as archive:
-        for file in sorted(folder.iterdir()):
-            if file.is_file() and not file.name.endswith(".tar.gz"):
-                archive.add(file, file.name)
+class _Running:
+    """The ranks of a fact, each in a process."""
+
+    def __init__(self, fact: Fact, folder: Path, program: Sequence[str]) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        size, self.fact, self._started = str(fact.ranks), fact, time.monotonic()
+        self._logs = [folder / f"{fact.name}{f'.rank{rank}' if rank else ''}.log" for rank in range(fact.ranks)]
+        common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common["PYTHONUNBUFFERED"] = "1"
+        if fact.ranks > 1:
+            common[SHARE_VARIABLE] = "1"
+        self._processes = []
+        for rank, file in enumerate(self._logs):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [*program, "--fact", fact.name]
+            with file.open("w") as log:
+                started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self._processes.append(started)
+
+    def has_ended(self) -> bool:
+        """Return whether all ranks have ended, or one has failed."""
+        statuses = [process.poll() for process in self._processes]
+        return any(statuses) or None not in statuses
+
+    def end(self) -> Row:
+        """Kill what is left of the ranks and of what they started, and return what became of the fact."""
+        statuses = [process.poll() for process in self._processes]
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        rank = max(range(len(statuses)), key=lambda rank: (bool(statuses[rank]), statuses[rank] is None))
+        status = _STATUSES.get(statuses[rank], FAILED)
+        row: Row = {"fact": self.fact.name, "status": status, "seconds": round(time.monotonic() - self._started, 1)}
+        if status != OK:
+            said = self._logs[rank].read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+            row |= {"rank": rank, "exit_status": statuses[rank], "reason": "\n".join(said)}
+        return row
+
+
+def run(command: str, folder: Path, program: Sequence[str], patience: float = 1.0) -> list[str]:
+    """Run the facts of a command and return the names of those that failed or were cut short.
+
+    Args:
+        command: key of COMMANDS.
+        folder: folder of the record and of the output of each process.
+        program: command line that measures a fact, to which `--fact NAME` is added.
+        patience: factor on all time limits, above 1 where no machine is lent for minutes.
+    """
+    failed, ends, running = [], time.monotonic(), list[_Running]()
+    try:
+        for together in COMMANDS[command]:
+            ends += patience * max(fact.seconds for fact in together)
+            running += [_Running(fact, folder, program) for fact in together]
+            while running:
+                for each in [each for each in running if each.has_ended() or time.monotonic() > ends]:
+                    running.remove(each)
+                    row = each.end()
+                    append(folder, {"command": command, **row})
+                    print(f"one_gpu: {row['fact']}: {row['status']}, {row['seconds']:g} s", flush=True)
+                    if row["status"] in (FAILED, OUT_OF_TIME):
+                        failed.append(each.fact.name)
+                time.sleep(0.05)
+    finally:
+        for each in running:
+            each.end()
+    return failed
