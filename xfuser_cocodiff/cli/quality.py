@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         help="dtype of weights and activations (%(default)s)",
     )
     parser.add_argument(
-        "--memory_budget", type=float, metavar="GIB", help="GiB of link references on each rank (default: no limit)"
+        "--memory_budget", type=float, metavar="GIB", help="GiB of link references on each rank (default: as in a run)"
     )
     parser.add_argument("--no_inpainting", action="store_true", help="generate images only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to this file")

@@ -1,6 +1,7 @@
 """What a run says of its layers: their codecs, the memory of their references, and which of them stay lossless."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 
 from xfuser_cocodiff.engine.compression.layer_state import LayerState
@@ -45,43 +46,43 @@ def uncoded(lossy: Sequence[LayerState], slow_axes: Iterable[str]) -> str | None
 
 
 def reference_memory(
-    lossy: Sequence[LayerState], num_layers: int, num_branches: int, in_int8: bool, has_budget: bool
+    lossy: Sequence[LayerState], num_layers: int, num_branches: int, in_int8: bool, budget: str
 ) -> str | None:
-    """Return a message with the memory of link references, or None if no layer has any.
+    """Return a message with the memory of link references and their budget, or None if no layer has any.
 
     Args:
         lossy: layers that are coded, or would be if memory sufficed, in all branches.
         num_layers: number of all layers.
         num_branches: number of guidance branches.
         in_int8: whether references are stored in 8 bits.
-        has_budget: whether a memory budget is set.
+        budget: the budget and what it changes, in words.
     """
     if not lossy:
         return None
     full, int8 = (sum(state.planned_bytes[is_int8] for state in lossy) for is_int8 in (False, True))
     in_use = " (in use)" if in_int8 else ""
-    limit = "" if has_budget else "; --cocodiff_memory_budget sets a limit"
     guidance = f" and {num_branches} guidance branches" if num_branches > 1 else ""
     return (
         f"link references of {num_layers} layers{guidance}: {full / GIB:.3g} GiB per rank, "
-        f"{int8 / GIB:.3g} GiB in 8 bits{in_use}{limit}"
+        f"{int8 / GIB:.3g} GiB in 8 bits{in_use}; {budget}"
     )
 
 
-def over_budget(lossy: Sequence[LayerState], memory_budget: int | None) -> str | None:
-    """Return a warning if layers are lossless for lack of memory, else None.
+def memory_budget(lossy: Sequence[LayerState], budget: float, is_default: bool) -> str:
+    """Return the memory budget of link references in words, and how many layers are lossless because of it.
 
     Args:
         lossy: layers that are coded, or would be if memory sufficed.
-        memory_budget: bytes that link references may take on each rank; None for no limit.
+        budget: bytes that link references may take on each rank.
+        is_default: whether free memory sets the budget, and not the user.
     """
+    if math.isinf(budget):
+        return "--cocodiff_memory_budget sets a limit"
+    origin = "by free memory" if is_default else "by --cocodiff_memory_budget"
     exact = sum(state.is_exact for state in lossy)
-    if not exact or memory_budget is None:
-        return None
-    return (
-        f"{exact} of {len(lossy)} layers are lossless: their link references exceed the memory budget of "
-        f"{memory_budget / GIB:.3g} GiB; raise --cocodiff_memory_budget"
-    )
+    advice = "free memory, or use more ranks" if is_default else "raise it"
+    advice = f"; {advice}, to code them" if exact else ""
+    return f"memory budget {budget / GIB:.3g} GiB {origin}: {exact} of {len(lossy)} layers are lossless{advice}"
 
 
 def unmatched_layers(schedule: CodecSchedule, layers: Iterable[str]) -> list[str]:

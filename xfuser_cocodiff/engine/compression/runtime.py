@@ -5,10 +5,11 @@ run reads those of another: a run begins without any, however the one before it 
 transformer, the references of the one before it are dropped.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions, run_messages
+from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions, reference_memory, run_messages
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
@@ -16,15 +17,19 @@ from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCod
 from xfuser_cocodiff.engine.compression.layer_state import LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.precisions import KindLoad, LayerKind, StepLoad
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.step_report import StartedReport, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 
 _MESSAGES_PER_LAYER = 2
 """Number of messages of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""
 _TENSORS, _GATHERED_TENSORS = 4, 2
 """Number of tensors of a layer that are coded: Q, K, V and O, or K and V where these are gathered."""
+_DRIFT = GIB // 2
+"""Free memory that a run may lack against an earlier one like it, and code the same layers: its images stay the same
+although kernels and communicators have been loaded since."""
 
 
 class CodecRuntime:
@@ -36,13 +41,15 @@ class CodecRuntime:
         overrides: changes to the mode's schedule, in its notation.
         max_over_ranks: returns the maximum over all ranks for each of some numbers.
         virtual_ranks: ranks to simulate instead of communication.
-        memory_budget: bytes that link references may take on each rank; None for no limit.
+        memory_budget: bytes that link references may take on each rank; None for the default.
         info: logs what is normal.
         warn: logs what a user should act on.
         ring_partition: slow and fast axes of the ring; None if it has no slow axis.
         precision_of: returns the precision of a kind of layer at this step, the same on all ranks; it changes between
             steps only.
         is_guided: whether the branches of guidance are on different ranks, so that runs are guided with one branch.
+        device_memory: reads the memory of this rank's device, for the default budget; None for no limit by default,
+            the same on all ranks.
     """
 
     def __init__(
@@ -58,12 +65,17 @@ class CodecRuntime:
         ring_partition: AxisPartition | None = None,
         precision_of: Callable[[LayerKind], float] = lambda kind: precisions.SCHEDULED,
         is_guided: bool = False,
+        device_memory: Callable[[], DeviceMemory | None] | None = None,
     ) -> None:
         self._has_apart_branches = is_guided
         """Whether the branches of guidance are on different ranks, where each is coded by itself."""
         self.precision_of = precision_of
         self.virtual_ranks = virtual_ranks
-        self._memory_budget, self._info, self._warn = memory_budget, info, warn
+        self._given_budget, self._device_memory, self._info, self._warn = memory_budget, device_memory, info, warn
+        self._default_budgets: dict[Hashable, float] = {}
+        """Default budgets of this rank, by the runs that have had them."""
+        self._budget = math.inf
+        """Bytes that link references of this run may take, the same on all ranks."""
         self._partition, self._ring_partition, self.mode, self._overrides = partition, ring_partition, mode, overrides
         self._max_over_ranks = max_over_ranks
         self._int8_references = False
@@ -443,6 +455,8 @@ class CodecRuntime:
         if transformer not in self._transformers:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
+        if not self._states:
+            self._budget = self._agree_on_budget(transformer, sizes)
         planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), kept)
         saved, added = coding_seconds = leader.coding_seconds if leader else self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
@@ -463,10 +477,8 @@ class CodecRuntime:
             coding_seconds,
         )
 
-    def _kept_sizes(self, leader: LayerState, following: LayerSizes) -> LayerSizes | None:
-        """Return the sizes of what a leading branch keeps for another one, of these sizes; None if it is lossless."""
-        if leader.is_exact:
-            return None
+    def _kept_sizes(self, leader: LayerState, following: LayerSizes) -> LayerSizes:
+        """Return the sizes of what a leading branch keeps for another one, of these sizes."""
         in_ring = not leader.gathers_kv and self._ring_num_slow > 1
         return leader.sizes._replace(num_v_values=0) if in_ring and leader.sizes != following else leader.sizes
 
@@ -494,9 +506,22 @@ class CodecRuntime:
 
     def _fits_budget(self, planned_bytes: ReferenceBytes) -> bool:
         """Return whether the references of another layer fit the memory budget."""
-        if self._memory_budget is None:
-            return True
-        return self.planned_reference_bytes + planned_bytes[self._int8_references] <= self._memory_budget
+        return self.planned_reference_bytes + planned_bytes[self._int8_references] <= self._budget
+
+    def _agree_on_budget(self, transformer: Hashable, sizes: LayerSizes) -> float:
+        """Return the memory budget of a run whose first layer asks, the smallest one of all ranks.
+
+        All ranks that share a device have allocated their inputs when the last of them reads its memory.
+        """
+        if self._given_budget is not None or self._device_memory is None:
+            return math.inf if self._given_budget is None else self._given_budget
+        memory = self._device_memory()
+        budget = reference_memory.default_budget(memory, sizes, self.total is not None) if memory else math.inf
+        key = transformer, sizes, self.total
+        kept = self._default_budgets.setdefault(key, budget)
+        if budget < kept - _DRIFT:
+            self._default_budgets[key] = kept = budget
+        return max(0.0, -self._max_over_ranks([-kept])[0])
 
     def _drop_finished_transformers(self) -> None:
         """Drop references of transformers without a call at this step, when another transformer is first called.
@@ -549,11 +574,13 @@ class CodecRuntime:
         axes = (name for part in (self._partition, self._ring_partition) if part for name in part.slow_axis_names)
         self._log_once(self._info, run_messages.uncoded(lossy, axes))
         num_layers, num_branches = len({key for key, _ in self._states}), 1 + max(each for _, each in self._states)
-        coded, has_budget = [state for state in lossy if state.saves_time], self._memory_budget is not None
-        memory = run_messages.reference_memory(coded, num_layers, num_branches, self._int8_references, has_budget)
-        self._log_once(self._info, memory)
-        if warning := run_messages.over_budget(coded, self._memory_budget):
-            self._warn(warning)  # in every run
+        coded, is_default = [state for state in lossy if state.saves_time], self._given_budget is None
+        budget = run_messages.memory_budget(coded, self._budget, is_default)
+        memory = run_messages.reference_memory(coded, num_layers, num_branches, self._int8_references, budget)
+        if memory and any(state.is_exact for state in coded):
+            self._warn(memory)  # in every run
+        else:
+            self._log_once(self._info, memory)
         for warning in run_messages.unmatched_layers(self.schedule, (state.layer for state in self._states.values())):
             self._log_once(self._warn, warning)
 

@@ -108,7 +108,7 @@ class CocoDiffConfig:
     """Whether the virtual ranks are a ring rather than a Ulysses group."""
 
     memory_budget: int | None = None
-    """Most bytes of link references on each rank; None is no limit."""
+    """Most bytes of link references on each rank; None is the default, by free memory."""
 
     kernels: str = AUTO
     """Kernels of the codecs, one of kernels.CHOICES."""

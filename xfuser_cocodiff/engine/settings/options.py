@@ -140,7 +140,7 @@ OPTIONS = (
         "cocodiff_memory_budget",
         "COCODIFF_MEMORY_BUDGET",
         None,
-        "GiB of link references on each rank. Default: no limit.",
+        "GiB of link references on each rank. Default: free memory less a reserve; no limit on CPUs.",
     ),
     Option(
         "cocodiff_kernels",

@@ -20,6 +20,7 @@ from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, Virtu
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MULTI_NODE_MODE, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
+from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -363,4 +364,5 @@ def _new_runtime(
         warn=warn_always,
         ring_partition=ring_partition,
         is_guided=is_guided,
+        device_memory=device_memory.reader(compute_device().type),
     )
