@@ -41,6 +41,9 @@ def add_parser(subparsers: Any) -> None:
         "--text-tokens", type=int, help="text tokens of the prompt (default: the pipeline's; qwen-image: 128)"
     )
     group.add_argument(
+        "--memory", type=float, metavar="GIB", help="GiB of a device (default: of the cluster's devices, if known)"
+    )
+    group.add_argument(
         "--tflops",
         type=float,
         help="TFLOP/s that linear layers and attention reach; required for step times with --profile",
@@ -52,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     if options.model:
         return _for_model(options)
-    model_options = ("resolution", "degree", "cluster", "mode", "text_tokens", "tflops")
+    model_options = ("resolution", "degree", "cluster", "mode", "text_tokens", "memory", "tflops")
     if given := [name for name in model_options if getattr(options, name) is not None]:
         return fail(f"--{given[0].replace('_', '-')} requires --model")
     return _for_sizes(options)
@@ -87,7 +90,7 @@ def _for_model(options: argparse.Namespace) -> int:
     if missing := [f"--{name}" for name in ("resolution", "degree") if getattr(options, name) is None]:
         return fail(f"--model requires {' and '.join(missing)}")
     names = ("model", "resolution", "degree", "topology", "profile", "cluster", "mode", "steps", "batch", "text_tokens")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in (*names, "memory")}
     try:
         record = plan_model.record(**given, teraflops=options.tflops)
     except ValueError as error:

@@ -19,7 +19,7 @@ from tests.quick import in_turn, slow
 from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.settings.config import Overlap, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -358,6 +358,7 @@ def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.Cap
     assert "2 coordinates: a gather sends 2 times" in fast["exchange_reason"]
     assert f"exchange in paper: {paper['exchange_reason']}" in printed
     assert [row["mode"] for row in written["modes"]] == ["exact", "paper", "balanced", "fast"]
+    assert balanced["coded_layers"] == balanced["layers"] == 57 and "57 of 57" in printed
     best = written["splits"][0]
     assert best["speedup"] == pytest.approx(written["stock"]["step_seconds"] / best["step_seconds"])
     # The flags are valid and select the groups of the best split.
@@ -367,6 +368,21 @@ def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.Cap
     flat = SequenceRanks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
     config = resolve({"use_cocodiff": True, **given}, {}, flat)
     assert (str(config.topology), config.ring, config.mode) == (best["topology"], best["placement"], best["mode"])
+
+
+def test_references_beyond_the_default_budget_leave_layers_lossless() -> None:
+    """In 8 bits where they do not fit, and layers of the second call then, whose references take more."""
+    options = {"model": "wan", "resolution": 720, "degree": 16, "cluster": "ethernet-100"}
+    rows = [plan_model.record(**options, memory=memory)["modes"][2] for memory in (80, 48, 40, 30)]
+    full, int8 = (rows[0][name] / GIB for name in ("reference_bytes", "compact_reference_bytes"))
+    weights, layer = 26.2, 4 * 75600 / 16 * 5120 * 2 / GIB
+    budgets = [80 - 80 / 16, 48 - 48 / 16, 40 - 40 / 16, 30 - 12 * layer]
+    assert [row["memory_budget"] / GIB for row in rows] == [pytest.approx(each - weights, abs=0.1) for each in budgets]
+    assert full < budgets[0] - weights and int8 < budgets[1] - weights < full
+    # The second call also keeps the values of the first: 5 parts of 9. 40 first ones fit 40 GiB, and 17 second ones.
+    first, second = (part * int8 / 40 for part in (4 / 9, 5 / 9))
+    assert [row["coded_layers"] for row in rows] == [80, 80, 57, 9]
+    assert int((budgets[2] - weights - 40 * first) / second) == 57 - 40 and int((budgets[3] - weights) / first) == 9
 
 
 def test_profile_gives_communication_and_with_tflops_step_times(
@@ -441,6 +457,8 @@ MODEL = "--model flux1 --resolution 1024"
         (f"{MODEL} --degree 12 --cluster aurora --mode slow", ["--mode 'slow'", "balanced"]),
         (f"{MODEL} --degree 12 --cluster abacus", ["'abacus'", "aurora"]),
         (f"{MODEL} --degree 12 --cluster aurora --tflops 0", ["--tflops 0"]),
+        (f"{MODEL} --degree 12 --cluster aurora --memory nan", ["--memory nan", "greater than 0"]),
+        ("--memory 80", ["--memory requires --model"]),
         (f"{MODEL} --degree 12 --cluster aurora --text-tokens 0", ["--text-tokens 0"]),
         (
             "--model wan --resolution 720 --degree 8 --cluster pcie --text-tokens 64",

@@ -35,6 +35,8 @@ class Accelerator:
     """Host time of one eager operator: Python, PyTorch's dispatcher and the launch."""
     collective_host_seconds: float
     """Host time to start one collective from Python."""
+    memory_gib: float | None = None
+    """Nominal memory of the device; None if it is unknown."""
 
     def with_flops(self, flops: float) -> "Accelerator":
         """Return the accelerator with another rate of linear layers and attention, in FLOP/s."""
@@ -89,6 +91,7 @@ MAX_1550_TILE = Accelerator(
     shortest_kernel_seconds=3e-6,  # assumed, as on CUDA
     launch_seconds=10e-6,  # assumed: a launch through SYCL and Level Zero costs 2 us more than one of CUDA
     collective_host_seconds=ONECCL_SECONDS,
+    memory_gib=64,
 )
 
 H100 = Accelerator(
@@ -105,6 +108,7 @@ H100 = Accelerator(
     shortest_kernel_seconds=_CUDA_SHORTEST_KERNEL,
     launch_seconds=_CUDA_LAUNCH,
     collective_host_seconds=_NCCL_HOST,
+    memory_gib=80,
 )
 
 A100 = Accelerator(
@@ -120,6 +124,7 @@ A100 = Accelerator(
     shortest_kernel_seconds=_CUDA_SHORTEST_KERNEL,
     launch_seconds=_CUDA_LAUNCH,
     collective_host_seconds=_NCCL_HOST,
+    memory_gib=80,
 )
 
 L20 = Accelerator(
@@ -136,6 +141,7 @@ L20 = Accelerator(
     shortest_kernel_seconds=_CUDA_SHORTEST_KERNEL,
     launch_seconds=_CUDA_LAUNCH,
     collective_host_seconds=_NCCL_HOST,
+    memory_gib=48,
 )
 
 ARC_B60 = Accelerator(
@@ -152,6 +158,7 @@ ARC_B60 = Accelerator(
     shortest_kernel_seconds=3e-6,  # ai-dynamo/aiconfigurator, as above
     launch_seconds=10e-6,  # assumed, as on the Max 1550
     collective_host_seconds=ONECCL_SECONDS,
+    memory_gib=24,
 )
 
 UNKNOWN = Accelerator(

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression import modes, reference_memory
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.settings.options import PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
+from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.simulation import exchange
@@ -38,15 +39,16 @@ _CODEC_OPERATORS = {"paper": 16, "balanced": 16, "auto": 16, "fast": 29}
 """Operators of a layer's codecs: kernel launches and at most so many others (docs/codec_overhead.md)."""
 
 
-def _over_calls(sizes: LayerSizes, schedule: CodecSchedule, coordinates: tuple[int, int], calls: int) -> ReferenceBytes:
-    """Return the memory of a layer's link references in all calls of guidance.
+def _of_calls(
+    sizes: LayerSizes, schedule: CodecSchedule, coordinates: tuple[int, int], calls: int
+) -> list[ReferenceBytes]:
+    """Return the memory of a layer's link references in each call of guidance.
 
     The second call also keeps the values of the first one if branches are coded together.
     """
     each = ReferenceBytes.of(sizes, schedule, *coordinates)
     second = ReferenceBytes.of(sizes, schedule, *coordinates, leader=sizes) if schedule.joint else each
-    of_calls = [each, second, *[each] * (calls - 2)][:calls]
-    return ReferenceBytes(sum(call.full for call in of_calls), sum(call.int8 for call in of_calls))
+    return [each, second, *[each] * (calls - 2)][:calls]
 
 
 class Payloads(NamedTuple):
@@ -165,15 +167,40 @@ class LayerCommunication:
         return LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
 
     @property
-    def reference_bytes(self) -> ReferenceBytes:
-        """Memory of the link references of the layer, in all calls of a step."""
-        if self._schedule is None:
-            return ReferenceBytes(0, 0)
-        if self.gather and self._is_coded:
+    def _references(self) -> list[ReferenceBytes]:
+        """Memory of the link references of the layer, in each call of a step; empty where it is lossless."""
+        if self._schedule is None or self._num_slots * self._num_ring_slots == 1:
+            return []
+        if self.gather:
             sizes, coordinates = self.gather.layer_sizes, (1, self.gather.num_slow)
         else:
             sizes, coordinates = self._layer_sizes, (self._num_slots, self._num_ring_slots)
-        return _over_calls(sizes, self._schedule, coordinates, self._scenario.workload.calls)
+        return _of_calls(sizes, self._schedule, coordinates, self._scenario.workload.calls)
+
+    @property
+    def reference_bytes(self) -> ReferenceBytes:
+        """Memory of the link references of the layer, in all calls of a step."""
+        full, int8 = (sum(call[is_int8] for call in self._references) for is_int8 in (False, True))
+        return ReferenceBytes(full, int8)
+
+    def default_budget(self, memory: DeviceMemory) -> float:
+        """Return the bytes that link references of a run may take by default."""
+        sizes = self.gather.layer_sizes if self.gather else self._layer_sizes
+        return max(0.0, reference_memory.default_budget(memory, sizes, has_known_end=True))
+
+    def coded_layers(self, budget: float) -> int:
+        """Return the number of layers whose link references fit a budget, counted once for each call of a step.
+
+        All fit in the type of the values, or as many as fit in 8 bits, in the order of the calls.
+        """
+        layers, num_coded = self._scenario.workload.layers, 0
+        if layers * self.reference_bytes.full <= budget:
+            return layers * len(self._references)
+        for call in self._references:
+            fitting = min(layers, int(budget // call.int8))
+            num_coded += fitting
+            budget -= fitting * call.int8
+        return num_coded
 
     def payloads(self) -> list[Payloads]:
         """Return the encoded bytes of each step of a run."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 from xfuser_cocodiff.engine.compression import expected_quality
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings.options import AUTO, MODES, MULTI_NODE_MODE
+from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN, Accelerator
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation import exchange
+from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
@@ -149,11 +152,12 @@ def _default_topology(machine: Machine, degree: int) -> Topology:
     return topology
 
 
-def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
+def record(mode: str | None = None, memory: float | None = None, **options: Any) -> dict[str, Any]:
     """Return the record: divisibility of heads and tokens, all splits, and all modes with the fastest split.
 
     Args:
         mode: mode for the splits; None for the default mode.
+        memory: GiB of a device; None for that of the cluster's devices.
         options: arguments of :func:`make_scenario`.
 
     Raises:
@@ -161,6 +165,8 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
     """
     if mode is not None:
         check_choice("--mode", mode, MODES)
+    if memory is not None and not 0 < memory < math.inf:
+        raise ValueError(f"--memory {memory:g} is not valid; it must be greater than 0")
     scenario = make_scenario(**options)
     splits, heads, shard = rank_splits(scenario, mode), scenario.workload.heads, scenario.shard
     if not splits:
@@ -175,7 +181,12 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
         speedup = stock_seconds / estimate.step_seconds if stock_seconds and estimate.step_seconds else None
         return {**dataclasses.asdict(estimate), "speedup": speedup}
 
-    modes = [row(estimate_step(scenario, splits[0].split, name)) for name in MODES if name != AUTO]
+    device = _device_memory(scenario, memory)
+    modes = [
+        {**row(estimate_step(scenario, splits[0].split, name)), **_coded_layers(scenario, splits[0], name, device)}
+        for name in MODES
+        if name != AUTO
+    ]
     return {
         **host.header(),
         "model": scenario.workload.name,
@@ -191,12 +202,29 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
         "remarks": list(shard.remarks),
         "problem": shard.problem,
         "slow_axes": list(scenario.slow_axes),
+        "memory": device and {"device_bytes": device.total, "free_bytes": device.free},
         "stock": stock and {**row(stock), "share": stock.a2a_seconds / stock_seconds if stock_seconds else None},
         "splits": [row(estimate) for estimate in splits],
         "modes": modes,
         "expected_psnr": _expected_psnr(scenario, modes),
         "flags": flags(splits[0], scenario.topology),
     }
+
+
+def _device_memory(scenario: Scenario, gib: float | None) -> DeviceMemory | None:
+    """Return the memory of a device that holds the transformer's weights only; None if its size is unknown."""
+    if gib is None and scenario.accelerator:
+        gib = scenario.accelerator.memory_gib
+    return None if gib is None else DeviceMemory(gib * GIB - scenario.workload.weight_bytes, gib * GIB)
+
+
+def _coded_layers(scenario: Scenario, best: StepEstimate, mode: str, device: DeviceMemory | None) -> dict[str, Any]:
+    """Return the default memory budget in a mode, and the number of layers that it allows to be coded."""
+    if device is None:
+        return {}
+    layer = LayerCommunication(scenario, best.split, mode)
+    budget = layer.default_budget(device)
+    return {"memory_budget": budget, "coded_layers": layer.coded_layers(budget), "layers": scenario.layer_calls}
 
 
 def _expected_psnr(scenario: Scenario, modes: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -238,7 +266,14 @@ def show(record: dict[str, Any]) -> None:
     print("\nsplits, fastest first (bytes and seconds per rank and step; Ulysses: all-to-alls and gathers of K and V):")
     console.print(_table(record["splits"], ("Ulysses x Ring", "placement", "Ulysses group", "mode", *sent)))
     print("\nmodes with the fastest split:")
-    console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references")))
+    memory = record["memory"]
+    coded = ("default budget", "coded layers") if memory else ()
+    console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references", *coded)))
+    if memory:
+        console.print(
+            f"default budget of references: for a device of {memory['device_bytes'] / GIB:.3g} GiB, of which the "
+            f"transformer's weights leave {memory['free_bytes'] / GIB:.3g} GiB; --memory sets another size"
+        )
     console.print(*_exchange_lines(record), sep="\n")
     for mode, expected in record["expected_psnr"].items():
         console.print(f"PSNR of {mode} over {record['steps']} steps: {expected_quality.describe(expected)}")
@@ -289,6 +324,8 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
             "ring bytes": _format_axes(row["ring_bytes"]),
             "references": f"{row['reference_bytes'] / GIB:.2f} GiB",
             "8-bit references": f"{row['compact_reference_bytes'] / GIB:.2f} GiB",
+            "default budget": f"{row.get('memory_budget', 0) / GIB:.1f} GiB",
+            "coded layers": f"{row.get('coded_layers')} of {row.get('layers')}",
         }
         seconds = (format_seconds(row[name]) for name in ("a2a_seconds", "ring_seconds", "step_seconds"))
         speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
