@@ -125,6 +125,10 @@ def test_detect_without_a_launcher_is_flat() -> None:
         ({}, [], 1, False),
         ({"LOCAL_WORLD_SIZE": "2"}, [], 0, False),  # no accelerator
         ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, [], 1, False),  # each rank may see another device
+        ({"LOCAL_WORLD_SIZE": "8", "ROCR_VISIBLE_DEVICES": "3"}, [], 1, False),
+        ({"LOCAL_WORLD_SIZE": "8", "HIP_VISIBLE_DEVICES": "3"}, [], 1, False),
+        ({"LOCAL_WORLD_SIZE": "8", "GPU_DEVICE_ORDINAL": "3"}, [], 1, False),
+        ({"LOCAL_WORLD_SIZE": "8", "HIP_VISIBLE_DEVICES": "0,1"}, [], 2, True),
         ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, ["--cocodiff_share_device"], 1, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "1"}, [], 2, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "0"}, [], 2, False),

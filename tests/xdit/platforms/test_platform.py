@@ -11,6 +11,7 @@ import pytest
 import torch
 import xfuser  # noqa: F401 (loads the plugin for this machine, before a device is mocked)
 
+from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import platform
@@ -100,6 +101,19 @@ def test_a_device_for_each_rank_needs_no_platform(one_gpu: MockXPU, monkeypatch:
     assert platform.detect() is None
     monkeypatch.setattr(sys, "argv", ["script.py", "--cocodiff-share-device"])
     assert platform.detect().device(3) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_nothing_of_torch_is_patched_where_each_rank_sees_its_own_device(
+    one_gpu: MockXPU, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    def replaced_in_torch() -> list[str]:
+        return [row.name for row in activation.patch_table() if row.replace and row.module.partition(".")[0] == "torch"]
+
+    assert {"torch.Generator", "torch.cuda.Event"} <= {*replaced_in_torch()}  # the ranks share it
+    monkeypatch.setenv(variable, "1")
+    assert platform.detect() is None
+    assert replaced_in_torch() == []
 
 
 def test_patches_for_xpu_match_xdit_and_work(xpu: MockXPU, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Detection of ranks per node, local rank, device and tiles per GPU from the launcher's environment variables.
 
 Sources: torchrun, PALS (Aurora), SLURM, Open MPI and Intel MPI variables; Level Zero's ZE_FLAT_DEVICE_HIERARCHY, which
-decides whether a device is a tile or a whole GPU, and ZE_AFFINITY_MASK, which hides devices; oneCCL's CCL_OP_SYNC.
+decides whether a device is a tile or a whole GPU; masks that hide devices; oneCCL's CCL_OP_SYNC.
 """
 
 import re
@@ -25,6 +25,13 @@ _LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
 )
+
+_DEVICE_MASKS = (
+    "CUDA_VISIBLE_DEVICES",
+    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),  # ROCm
+    "ZE_AFFINITY_MASK",
+)
+"""Variables by which a launcher or a user hides devices."""
 
 CLUSTER_VARIABLE = "COCODIFF_CLUSTER"
 """Environment variable that describes an emulated cluster to its ranks, as JSON."""
@@ -79,7 +86,7 @@ def shares_device(environment: Mapping[str, str], arguments: Sequence[str], devi
     is_declared = environment.get(SHARE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
     is_declared = is_declared or any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
     # A rank that sees one device of several probably has it to itself.
-    is_masked = any(environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")) and devices == 1
+    is_masked = any(environment.get(name) for name in _DEVICE_MASKS) and devices == 1
     return is_declared or (not is_masked and devices > 0 and (ranks_per_node(environment) or 1) > devices)
 
 
