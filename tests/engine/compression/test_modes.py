@@ -52,6 +52,14 @@ def test_overrides_keep_the_rest_of_a_mode() -> None:
     assert CodecSchedule().codecs(5, 10)["v"] == EXACT
 
 
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "o"])
+def test_a_tensor_of_its_own_is_lossless(tensor: str) -> None:
+    schedule = CodecSchedule.parse(f"bits_{tensor}=exact", modes.BALANCED)
+    for step in (5, 45):
+        assert [name for name, codec in schedule.codecs(step, 50).items() if codec.is_exact] == [tensor]
+    assert CodecSchedule.parse(str(schedule), CodecSchedule()) == schedule
+
+
 @pytest.mark.parametrize("mode", ["balanced", "fast"])
 def test_runs_of_few_steps_have_more_bits(mode: str) -> None:
     few, many = (modes.preset(mode, total).codecs(5, total)["v"] for total in (8, 50))

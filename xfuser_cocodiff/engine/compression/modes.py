@@ -29,6 +29,8 @@ NOTATION = (
 )
 Ramp = tuple[float, float]
 """Values at the first and the last step."""
+LOSSLESS_RAMP = (None, None)
+"""Bits of a tensor that is lossless though others of its message are not."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class CodecSchedule:
     """Fraction of tokens of Q, K and V that are not sent."""
     bits: Ramp | None = None
     """Bits per value of Q, K and V; None sends the values themselves."""
-    bits_q: Ramp | None = None
+    bits_q: Ramp | tuple[None, None] | None = None
     """Bits per value of Q if they differ."""
-    bits_k: Ramp | None = None
+    bits_k: Ramp | tuple[None, None] | None = None
     """Bits per value of K if they differ."""
-    bits_v: Ramp | None = None
+    bits_v: Ramp | tuple[None, None] | None = None
     """Bits per value of V if they differ."""
     bits_o: Ramp | None = None
     """Bits per value of O, of which all tokens are sent; None sends the values themselves."""
@@ -216,7 +218,7 @@ def _matches(layer: str, name: str) -> bool:
     return layer == name or layer.startswith(f"{name}.")
 
 
-def _bits_at(ramp: Ramp | None, progress: float) -> float | None:
+def _bits_at(ramp: Ramp | tuple[None, None] | None, progress: float) -> float | None:
     """Return the bits of a ramp, which switches halfway through the run."""
     return ramp and ramp[progress >= 0.5]
 
@@ -262,13 +264,15 @@ def _ramp(reader: Any) -> Any:
     return read
 
 
-def _or_exact(reader: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a reader that also reads `exact`, as None."""
-    return lambda text: None if text == "exact" else reader(text)
+def _or_exact(reader: Callable[[str], Any], exact: Any = None) -> Callable[[str], Any]:
+    """Return a reader that also reads `exact`, as the given value."""
+    return lambda text: exact if text == "exact" else reader(text)
 
 
 def _to_notation(value: Any) -> str:
     """Return a field's value in the notation."""
+    if value == LOSSLESS_RAMP:
+        return "exact"
     if isinstance(value, tuple) and value and isinstance(value[0], str):
         return "+".join(value)
     if isinstance(value, tuple):
@@ -286,13 +290,15 @@ def _read_names(text: str) -> tuple[str, ...]:
 
 _read_bits = _one_of(GRIDS, float)
 _FRACTIONS, _BITS = "fractions from 0 to 1", ", ".join(map(str, GRIDS))
-_BITS_RAMP = _or_exact(_ramp(_read_bits)), f"{_BITS}, two of them as 4->2, and exact"
+_BITS_RAMP = _ramp(_read_bits)
+_BITS_OR_EXACT = f"{_BITS}, two of them as 4->2, and exact"
 _READERS = {
     "warmup": (_read_count, "numbers of steps from 0"),
     "first": (_or_exact(_read_bits), f"{_BITS}, and exact"),
     "refresh": (_read_count, "numbers of steps from 1, and 0 for never"),
     "cached": (_ramp(_read_fraction), f"{_FRACTIONS}, or two of them as 0->0.5"),
-    **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _BITS_RAMP),
+    **dict.fromkeys(("bits", "bits_o"), (_or_exact(_BITS_RAMP), _BITS_OR_EXACT)),
+    **dict.fromkeys(("bits_q", "bits_k", "bits_v"), (_or_exact(_BITS_RAMP, LOSSLESS_RAMP), _BITS_OR_EXACT)),
     "score": (_one_of(SCORES), ", ".join(SCORES)),
     "predictor": (lambda text: text if text == ADAPTIVE else _read_fraction(text), f"{_FRACTIONS}, and {ADAPTIVE}"),
     "joint": (_read_weight, f"weights from 0 to {MAX_JOINT}"),
