@@ -128,7 +128,20 @@ def test_default_mode_is_lossy_only_across_nodes() -> None:
     ranks = SequenceRanks(4, Topology.parse("2x2"))
     assert resolve({"use_cocodiff": True}, {}, ranks).mode == "balanced"
     assert resolve({"use_cocodiff": True, "cocodiff_topology": "gpu=4"}, {}, ranks).mode == "exact"
-    assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, SequenceRanks(4, FLAT)).mode == "exact"
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [({}, "balanced"), ({"LOCAL_WORLD_SIZE": "4"}, "exact"), ({"LOCAL_WORLD_SIZE": "2"}, "balanced")],
+    ids=["Ray", "one node", "two nodes"],
+)
+def test_given_nodes_decide_the_default_mode_unless_the_launcher_shows_one_node(variables: dict, mode: str) -> None:
+    """On one node, the axis `node` may stand for sockets."""
+    whole, ring = SequenceRanks(4, FLAT), SequenceRanks(2, Topology.flat(2), 2, FLAT)
+    for topology, ranks in (("2x2", whole), ("2x2", ring), ("node=2", ring)):
+        values = {"use_cocodiff": True, "cocodiff_topology": topology}
+        assert resolve(values, variables, ranks, "cpu").mode == mode
+        assert resolve({**values, "cocodiff_topology": "flat"}, variables, ranks, "cpu").mode == "exact"
 
 
 def test_overlap_options() -> None:

@@ -85,10 +85,15 @@ def test_config_is_the_same_on_every_rank(runner: bool) -> None:
     cases = [
         ([], {}, "none"),
         (["--use_cocodiff"], {}, "flat|None|exact|True"),
-        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|exact|False"),
+        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|balanced|False"),
+        (
+            ["--use_cocodiff", "--cocodiff_topology", "2x2"],
+            {"LOCAL_WORLD_SIZE": "4"},
+            "node=2,gpu=2|None|exact|False",
+        ),
         (["--use_cocodiff", "--cocodiff_mode", "exact"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact|True"),
         (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|balanced|True"),
-        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|exact|False"),
+        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|balanced|False"),
     ]
     expected = [expected for *_, expected in cases]
     assert ranks.run(configs_in_turn, 4, cases, runner) == [expected] * 4
@@ -365,7 +370,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
         (2, {}, {}, "flat", ["on: topology flat, plan auto", LOSSLESS]),
         (
             4,
-            {"cocodiff_topology": "2x2", "cocodiff_a2a": "flat"},
+            {"cocodiff_topology": "2x2", "cocodiff_mode": "exact", "cocodiff_a2a": "flat"},
             {},
             "node=2,gpu=2",
             ["on: topology node=2,gpu=2, plan flat"],

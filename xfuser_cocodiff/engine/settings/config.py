@@ -153,7 +153,8 @@ def resolve(
     virtual, is_ring = _parse(given["cocodiff_virtual"], lambda text: _virtual(text, ranks.count)) or (None, False)
     placement = _place(given, ranks)
     slow_axes = _slow_axes(given, placement, virtual)
-    mode = _mode(given, ranks, virtual, slow_axes)
+    compresses = bool(slow_axes) and _is_multi_node(ranks, placement, environment)
+    mode = _mode(given, compresses or virtual is not None)
     if not (given["cocodiff_slow_axes"][0] or virtual) and devices.capabilities(device_type).is_asynchronous:
         slow_axes = MEASURED_SLOW_AXES
     v_first = _choice(given["cocodiff_v_first"], AUTO, OVERLAPS)
@@ -200,12 +201,16 @@ def _slow_axes(given: Mapping[str, Given], placement: GroupPlacement, virtual: T
     return axes
 
 
-def _mode(
-    given: Mapping[str, Given], ranks: SequenceRanks, virtual: Topology | None, slow_axes: tuple[str, ...]
-) -> str:
+def _is_multi_node(ranks: SequenceRanks, placement: GroupPlacement, environment: Mapping[str, str]) -> bool:
+    """Return whether ranks of a sequence are on several nodes: by the launcher, without one by the topology."""
+    if local := launcher.ranks_per_node(environment):
+        return ranks.count > local
+    return any(spans_nodes(each) for each in (placement.topology, placement.ring_topology) if each)
+
+
+def _mode(given: Mapping[str, Given], compresses: bool) -> str:
     has_tuned_schedule = (given["cocodiff_schedule"][0] or "").startswith("@")
-    is_multi_node = spans_nodes(ranks.full_topology or ranks.detected) and slow_axes
-    default = MULTI_NODE_MODE if virtual or has_tuned_schedule or is_multi_node else EXACT
+    default = MULTI_NODE_MODE if compresses or has_tuned_schedule else EXACT
     return _choice(given["cocodiff_mode"], default, MODES)
 
 
