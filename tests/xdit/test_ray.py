@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image, ImageChops
@@ -106,8 +107,13 @@ def test_only_a_private_ray_gets_virtual_gpus(
     assert ray.calls == [(args, expected)]
 
 
-def test_worker_sets_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("config", "record", "expected"), [("given", "", "3"), (None, "folder", "3"), (None, "", "0")])
+def test_worker_sets_its_rank_if_the_plugin_needs_it(
+    monkeypatch: pytest.MonkeyPatch, config: str | None, record: str, expected: str
+) -> None:
     monkeypatch.setenv("RANK", "0")
-    seen = []
-    ray_workers._with_rank(lambda *_: seen.append(os.environ["RANK"]))(None, None, "DiTWorker", 3)
-    assert seen == ["3"]
+    monkeypatch.setenv("COCODIFF_RECORD", record)
+    parallel_config, seen = SimpleNamespace(sp_config=SimpleNamespace(cocodiff=config)), []
+    start = ray_workers._with_rank(lambda *_: seen.append(os.environ["RANK"]))
+    start(None, parallel_config, "DiTWorker", 3)
+    assert seen == [expected]

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 import xfuser_cocodiff
@@ -74,6 +76,28 @@ def alternate_stock_and_plugin(rank: int) -> None:
 def test_no_code_of_the_plugin_runs_before_activation() -> None:
     """Activation also reaches a transformer that was built before and holds xDiT's attention as an attribute."""
     ranks.run(alternate_stock_and_plugin, 2)
+
+
+def hooks_for_errors(rank: int) -> list[bool]:
+    """Return whether Python's hook for errors is the plugin's: without the flag, after a bad option, uninstalled."""
+    from xfuser import xFuserArgs
+
+    from xfuser_cocodiff.xdit.platforms import detected_topology
+
+    found = []
+    with mock.patch.object(detected_topology, "detect_topology", side_effect=AssertionError) as detected:
+        xFuserArgs(model="small", ulysses_degree=2).create_config()
+        found.append(sys.excepthook.__module__.startswith("xfuser_cocodiff"))
+    assert not detected.called  # it asks drivers
+    with pytest.raises(ValueError, match="--cocodiff_mode: 'lossy' is not valid"):
+        xFuserArgs(model="small", ulysses_degree=2, use_cocodiff=True, cocodiff_mode="lossy").create_config()
+    found.append(sys.excepthook.__module__.startswith("xfuser_cocodiff"))
+    xfuser_cocodiff.uninstall()
+    return [*found, sys.excepthook.__module__.startswith("xfuser_cocodiff")]
+
+
+def test_errors_are_printed_by_the_plugin_only_after_an_error_in_its_options() -> None:
+    assert ranks.run(hooks_for_errors, 2) == [[False, True, False]] * 2
 
 
 def raise_in_attention(rank: int, **options: Any) -> bool:

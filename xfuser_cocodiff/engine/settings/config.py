@@ -42,6 +42,7 @@ from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import GATHER, Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
 
+_ENABLE = next(option for option in OPTIONS if option.field == ENABLE_OPTION)
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
 MAX_SECONDS = 1e8
 """Longest timeout: three years, which every backend can represent."""
@@ -146,9 +147,9 @@ def resolve(
     Raises:
         ValueError: an option is not valid; names the flag or variable, its value and the valid set.
     """
-    given = {option.field: _given(option, values, environment) for option in OPTIONS}
-    if not _as_bool(*given[ENABLE_OPTION]):
+    if not is_enabled(values, environment):
         return None
+    given = {option.field: _given(option, values, environment) for option in OPTIONS}
     removed_options.check({**given, **{each.field: _given(each, values, environment) for each in REMOVED_OPTIONS}})
     virtual, is_ring = _parse(given["cocodiff_virtual"], lambda text: _virtual(text, ranks.count)) or (None, False)
     placement = _place(given, ranks)
@@ -386,6 +387,19 @@ def _head_groups(text: str) -> int | None:
     if not (str(text).isdecimal() and int(text) >= 1):
         raise ValueError(f"{text!r} is not valid; valid are {AUTO!r} and numbers from 1")
     return int(text)
+
+
+def is_enabled(values: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    """Return whether the options enable the plugin.
+
+    Args:
+        values: option fields as parsed.
+        environment: environment variables.
+
+    Raises:
+        ValueError: the option is neither true nor false; names the flag or variable and the valid set.
+    """
+    return _as_bool(*_given(_ENABLE, values, environment))
 
 
 def given_options(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:

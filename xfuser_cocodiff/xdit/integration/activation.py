@@ -56,7 +56,6 @@ def install(listeners: Sequence[run_tracker.RunListener] = (), patches: Sequence
             warn_once(f"the plugin is not installed, and xDiT runs unchanged: {reason}")
             return False
         patch_set.install()
-        option_errors.install()
         _installed, _tracker = patch_set, tracker
     return not _installed.is_removed
 

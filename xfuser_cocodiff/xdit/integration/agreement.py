@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from xfuser_cocodiff.engine.settings.options import ENABLE_OPTION
+from xfuser_cocodiff.xdit.integration import option_errors
+from xfuser_cocodiff.xdit.integration.option_errors import OptionError
 
 TIMEOUT = timedelta(minutes=10)
 """Longest wait for the reports of other ranks, which may take much longer to load."""
@@ -77,10 +79,6 @@ def check_all(is_enabled: bool) -> None:
             _gather({"is_enabled": False}, DISABLED_RANK_TIMEOUT)
 
 
-class OptionError(ValueError):
-    """Error in options that every rank raises."""
-
-
 class MissingReportError(RuntimeError):
     """Error of a rank that did not report."""
 
@@ -99,6 +97,7 @@ def raise_on_all_ranks(message: str) -> NoReturn:
             store = _get_default_store()
             store.set(f"{_last_round[0]}/read/{dist.get_rank()}", "")
             store.wait([f"{_last_round[0]}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
+    option_errors.install()
     raise OptionError(message)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.settings import ignored_options
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, is_enabled, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
@@ -134,6 +134,8 @@ def agree_on_config(
 
     def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig | None:
         check_variables(os.environ)
+        if not is_enabled(values, os.environ):
+            return None
         ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 

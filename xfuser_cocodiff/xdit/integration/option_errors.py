@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from xfuser_cocodiff.engine.settings.config import check_variables, resolve
+from xfuser_cocodiff.engine.settings.config import check_variables, is_enabled, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
-from xfuser_cocodiff.xdit.integration.agreement import OptionError
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 
@@ -23,8 +22,12 @@ def patches() -> list[Patch]:
     return [Patch("xfuser.cli", "main", "options are checked before ranks start", _with_check, ("args",))]
 
 
+class OptionError(ValueError):
+    """Error in options that every rank raises."""
+
+
 def install() -> None:
-    """Print errors in options as one line from now on."""
+    """Print errors in options as one line from now on. Called where one is raised, so that others are Python's."""
     global _previous_hook
     if _previous_hook is None:
         _previous_hook, sys.excepthook = sys.excepthook, _print_error
@@ -76,7 +79,9 @@ def check(arguments: Sequence[str]) -> None:
     if not ranks_per_node.isdecimal():
         return  # torchrun counts devices ("gpu", "auto"), and ranks check later
     environment = {**os.environ, "LOCAL_WORLD_SIZE": ranks_per_node}
+    check_variables(environment)
+    if not is_enabled(values, environment):
+        return
     ulysses, ring = values["ulysses_degree"] or 1, values["ring_degree"] or 1
     detected, full = (detected_topology.detect_topology(size, environment) for size in (ulysses, ulysses * ring))
-    check_variables(environment)
     resolve(values, environment, SequenceRanks(ulysses, detected, ring, full), platform.compute_device().type)

@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 
 def patches() -> list[Patch]:
-    """Return the patch that sets RANK."""
+    """Return the patch that sets RANK for the plugin, and for its records of stock."""
     return [
         Patch(
             "xfuser.ray.worker.worker_wrappers",
@@ -24,7 +25,8 @@ def patches() -> list[Patch]:
 def _with_rank(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, parallel_config: Any, worker_cls: str, rank: int) -> None:
-        os.environ["RANK"] = str(rank)
+        if getattr(parallel_config.sp_config, "cocodiff", None) or os.environ.get(RECORD_VARIABLE):
+            os.environ["RANK"] = str(rank)
         original(self, parallel_config, worker_cls, rank)
 
     return __init__
