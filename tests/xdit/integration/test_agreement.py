@@ -1,8 +1,8 @@
 """Agreement over the rendezvous store, with two ranks in turn in one process."""
 
 import contextlib
-import itertools
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,14 +12,13 @@ from xfuser_cocodiff.xdit.integration import agreement
 
 
 def test_reports_of_an_earlier_attempt_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart by torchrun keeps the store: its ranks count their rounds from 0 again."""
+    """A restart by torchrun keeps the store."""
     store = dist.HashStore()
     monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
     def report(rank: int, attempt: int) -> list[dict]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        monkeypatch.setattr(agreement, "_rounds", itertools.count())
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         return agreement._exchange_reports({"rank": rank, "attempt": attempt}, timedelta(milliseconds=50))
 
@@ -28,6 +27,23 @@ def test_reports_of_an_earlier_attempt_are_not_read(monkeypatch: pytest.MonkeyPa
     with pytest.raises(agreement.MissingReportError, match=r"ranks \[1\]"):
         report(0, attempt=1)
     assert report(1, attempt=1) == [{"rank": rank, "attempt": 1} for rank in (0, 1)]
+
+
+def _agree_in_a_second_job(rank: int, file: str) -> list[dict]:
+    """Agree in a group of two ranks, of which one has agreed in a group of its own before."""
+    agreement.TIMEOUT = timedelta(seconds=5)
+    dist.destroy_process_group()
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        agreement.gather_proposals(lambda: {"alone": True})
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    return [agreement.gather_proposals(lambda: {"rank": rank, "number": number}) for number in range(2)]  # noqa: B023
+
+
+def test_a_process_that_outlives_a_store_agrees_in_the_next(tmp_path: Path) -> None:
+    expected = [[{"rank": rank, "number": number} for rank in range(2)] for number in range(2)]
+    assert ranks.run(_agree_in_a_second_job, 2, str(tmp_path / "store")) == [expected] * 2
 
 
 def _count_keys_of_rounds(rank: int) -> tuple[list[list[dict]], list[int]]:
@@ -59,12 +75,17 @@ def test_a_store_that_cannot_delete_keeps_its_keys(monkeypatch: pytest.MonkeyPat
     class OtherStore:
         def __init__(self) -> None:
             self.values: dict[str, bytes] = {}
+            self.counts: dict[str, int] = {}
 
         def set(self, key: str, value: str) -> None:
             self.values[key] = value.encode()
 
         def get(self, key: str) -> bytes:
             return self.values[key]
+
+        def add(self, key: str, amount: int) -> int:
+            self.counts[key] = self.counts.get(key, 0) + amount
+            return self.counts[key]
 
         def wait(self, keys: list[str], timeout: timedelta) -> None:
             assert {*keys} <= {*self.values}
@@ -74,7 +95,6 @@ def test_a_store_that_cannot_delete_keeps_its_keys(monkeypatch: pytest.MonkeyPat
 
     store = OtherStore()
     monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
-    monkeypatch.setattr(agreement, "_last_round", [""])
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     for number in range(2):

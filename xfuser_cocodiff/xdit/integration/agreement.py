@@ -13,7 +13,6 @@ reads the older keys. Otherwise the store would grow with each change of a servi
 """
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -33,10 +32,6 @@ DISABLED_RANK_TIMEOUT = timedelta(seconds=30)
 """Longest wait of a rank with the plugin disabled: other ranks may lack the plugin, and never report."""
 EXIT_TIMEOUT = timedelta(seconds=60)
 """Longest wait of a rank that fails until all ranks have read the error."""
-
-_rounds = itertools.count()
-_last_round = [""]
-"""Key of the last round in the store."""
 
 
 def gather_proposals(propose: Callable[[], dict]) -> list[dict]:
@@ -95,8 +90,9 @@ def raise_on_all_ranks(message: str) -> NoReturn:
         # A faster rank may exit and take the store with it: by then everything has been read.
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
-            store.set(f"{_last_round[0]}/read/{dist.get_rank()}", "")
-            store.wait([f"{_last_round[0]}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
+            key = _round_key(_count_rounds(store, 0))
+            store.set(f"{key}/read/{dist.get_rank()}", "")
+            store.wait([f"{key}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
     option_errors.install()
     raise OptionError(message)
 
@@ -138,9 +134,9 @@ def _gather(report: dict, timeout: timedelta | None = None) -> list[dict]:
 
 
 def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
-    store, world, previous = _get_default_store(), dist.get_world_size(), _last_round[0]
-    # The store may outlive a torchrun restart, whose ranks must not read reports of the previous attempt.
-    key = _last_round[0] = f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_rounds)}"
+    store, world = _get_default_store(), dist.get_world_size()
+    number = _count_rounds(store, 1)
+    key = _round_key(number)
     store.set(f"{key}/{dist.get_rank()}", json.dumps(report))
     keys = [f"{key}/{rank}" for rank in range(world)]
     try:
@@ -152,9 +148,19 @@ def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
             "nodes"
         ) from None
     reports = [json.loads(store.get(key)) for key in keys]
-    if previous:
-        _delete_own_keys(store, previous)
+    if number > 1:
+        _delete_own_keys(store, _round_key(number - 1))
     return reports
+
+
+def _count_rounds(store: dist.Store, more: int) -> int:
+    """Add to this rank's number of rounds, and return it. The store counts, since a process may outlive it."""
+    return store.add(_round_key(f"rounds/{dist.get_rank()}"), more)
+
+
+def _round_key(name: int | str) -> str:
+    # The store may outlive a torchrun restart, whose ranks must not read reports of the previous attempt.
+    return f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
 
 
 def _delete_own_keys(store: dist.Store, round_key: str) -> None:
