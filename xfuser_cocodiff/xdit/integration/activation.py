@@ -86,6 +86,14 @@ def activate(pipeline: Any = None) -> None:
     """
     if _installed is not None:
         _installed.activate(_modules_and_processors(pipeline))
+        for feature, reason in _installed.off.items():
+            warn_once(f"{feature} is off: {reason}; install a tested version of {reason.partition('.')[0]}")
+
+
+def _activate_for_config() -> list[str]:
+    """Activate the plugin, and return the features that are off, which must be the same on all ranks."""
+    activate()
+    return [*_installed.off] if _installed else []
 
 
 def _modules_and_processors(pipeline: Any) -> Iterator[Any]:
@@ -106,23 +114,28 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
     in_steps = [
         *all_to_all.patches(),
-        *output_gather.patches(),
+        *_of_feature("all-gathers along the topology", output_gather.patches()),
         *usp.patches(),
-        *zero_padding.patches(),
-        *long_context.patches(),
+        *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
+        *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
         *tracker.patches(),
     ]
     return [
         *(platform.patches(machine) if machine else []),
         *(attention_kernels.patches() if machine and machine.device_type in attention_kernels.DEVICES else []),
-        *flags.patches(activate),
-        *option_errors.patches(),
-        *ray_workers.patches(),
-        *ring_groups.patches(),
+        *flags.patches(_activate_for_config),
+        *_of_feature("the check of options before ranks start", option_errors.patches()),
+        *_of_feature("the rank of Ray workers in logs and records", ray_workers.patches()),
+        *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *startup.patches(activate),
         *required_internals.patches(),
         *(replace(patch, on_activation=True) for patch in in_steps),
     ]
+
+
+def _of_feature(feature: str, patches: Sequence[Patch]) -> list[Patch]:
+    """Return patches that are left out together if one of them does not fit the installed xDiT."""
+    return [replace(patch, feature=feature) for patch in patches]
 
 
 def incompatibility(patch_set: PatchSet) -> str | None:

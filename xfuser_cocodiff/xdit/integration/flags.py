@@ -27,11 +27,11 @@ from xfuser_cocodiff.xdit.session import usp_versions
 _ARGS = "xfuser.config.args"
 
 
-def patches(activate: Callable[[], None]) -> list[Patch]:
+def patches(activate: Callable[[], list[str]]) -> list[Patch]:
     """Return the patches that add the options to xDiT.
 
     Args:
-        activate: called when a config enables the plugin.
+        activate: called when a config enables the plugin; returns the features that are off.
     """
     with_config = functools.partial(_with_config, activate)
     return [
@@ -90,7 +90,7 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
     return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
 
 
-def _with_config(activate: Callable[[], None], original: Callable) -> Callable:
+def _with_config(activate: Callable[[], list[str]], original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
         engine_config, input_config = original(self)
@@ -114,7 +114,7 @@ def _with_check(original: Callable) -> Callable:
 
 
 def agree_on_config(
-    values: dict[str, Any], degree: int, ring_degree: int = 1, activate: Callable[[], None] = lambda: None
+    values: dict[str, Any], degree: int, ring_degree: int = 1, activate: Callable[[], list[str]] = list
 ) -> CocoDiffConfig | None:
     """Return the config on which all ranks agree; None if the plugin is disabled, without waiting for other ranks.
 
@@ -122,7 +122,8 @@ def agree_on_config(
         values: arguments of xDiT, with the fields of OPTIONS.
         degree: Ulysses degree.
         ring_degree: Ring degree.
-        activate: called if the plugin is enabled; an exception from it ends all ranks.
+        activate: called if the plugin is enabled; returns the features that are off. An exception from it ends all
+            ranks.
 
     Raises:
         ValueError: an option is not valid on one rank, or differs between ranks; on every rank.
@@ -140,9 +141,8 @@ def agree_on_config(
         return resolve(values, os.environ, ranks, device_type)
 
     def propose(topology: Callable[[int], Topology]) -> dict:
-        if config := make_config(topology):
-            activate()
-        return _as_json(config, device_type)
+        config = make_config(topology)
+        return {**_as_json(config, device_type), "off": ", ".join(activate())} if config else {}
 
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.
     topology, proposals = detect, gather_proposals(functools.partial(propose, detect))
@@ -188,6 +188,7 @@ def _differences(proposals: list[dict]) -> str:
         "ring_topology": "--cocodiff_topology",
         "synchronous": "CCL_OP_SYNC",
         "usp": "xfuser's USP",
+        "off": "what is off with this xfuser",
         "wire_format": "the format of CoCoDiff's messages (another version)",
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
@@ -210,10 +211,8 @@ _UNCHANGED = (
 """Fields of the config that are JSON values already."""
 
 
-def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
-    """Return the part of a config that ranks compare, as JSON values; empty without a config."""
-    if config is None:
-        return {}
+def _as_json(config: CocoDiffConfig, device_type: str) -> dict:
+    """Return the part of a config that ranks compare, as JSON values."""
     profile = config.profile and json.dumps(config.profile.to_json(), sort_keys=True)
     return {
         "topology": str(config.topology),

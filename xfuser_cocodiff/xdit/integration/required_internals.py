@@ -1,12 +1,13 @@
 """Private names of xDiT, PyTorch and other packages that the plugin calls without replacing them.
 
-They are patches that replace nothing. Since they are checked with the others, a name that has moved is an error when
-the plugin is installed, rather than in the middle of a run.
+They are patches that replace nothing. Since they are checked with the others, a name that has moved is found when the
+plugin is installed, rather than in the middle of a run. Those with a feature cost only that.
 """
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 _TEXT = "text tokens are split if they are divisible by the ranks"
+_HINT = "the hint on replicated text"
 _HOOKS = "whether a module has hooks of others"
 _MODELS = "xfuser.model_executor.models.transformers"
 _PATCHES = (
@@ -32,9 +33,10 @@ _PATCHES = (
         "whether text tokens are split among ranks",
         None,
         used_names=("split_text_embed_in_sp",),
+        feature=_HINT,
     ),
     *(
-        Patch(f"{_MODELS}.{module}", name, _TEXT, None)
+        Patch(f"{_MODELS}.{module}", name, _TEXT, None, feature=_HINT)
         for module, name in (
             ("transformer_flux", "xFuserFlux1Transformer2DWrapper"),
             ("transformer_flux", "xFuserFluxTransformer2DWrapper"),
@@ -48,12 +50,19 @@ _PATCHES = (
         "xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING",
         "xDiT's attention processors, for virtual ranks",
         None,
+        feature="--cocodiff_virtual",
     ),
     Patch("yunchang.globals", "PROCESS_GROUP", "Ulysses groups and rings", None),
     Patch(
         "torch.distributed.distributed_c10d", "_get_default_store", "agreement of ranks, and failure detection", None
     ),
-    Patch("torch.distributed.distributed_c10d", "_set_pg_timeout", "--cocodiff_timeout", None),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "_set_pg_timeout",
+        "groups of benchmarks with another timeout",
+        None,
+        feature="the timeout of benchmarks",
+    ),
     *(
         Patch("torch.distributed._functional_collectives", name, "collectives in compiled graphs", None)
         for name in ("AsyncCollectiveTensor", "all_gather_tensor", "all_to_all_single")

@@ -1,4 +1,7 @@
-"""Patches of a host package: checked together, applied all or none, and restored by a sweep over all modules."""
+"""Patches of a host package: checked together, applied all or none, and restored by a sweep over all modules.
+
+Patches of a feature that the plugin can do without are left out where one of them does not fit the host.
+"""
 
 import sys
 import weakref
@@ -35,6 +38,8 @@ class Patch:
     """Context in which the module is executed, if its import has to see a different environment."""
     on_activation: bool = False
     """Whether the patch is applied only once the plugin is activated."""
+    feature: str | None = None
+    """What is off if the host does not fit; None if without the patch the plugin cannot work, or results are wrong."""
 
     @property
     def name(self) -> str:
@@ -75,8 +80,8 @@ The standard library is searched: a module of the user may have the name of one 
 
 @dataclass
 class PatchSet:
-    """Patches that are applied all or none, each once its module has been executed; those with `on_activation` wait
-    until the plugin is activated too."""
+    """Patches that are applied all or none, but for features that are off, each once its module has been executed;
+    those with `on_activation` wait until the plugin is activated too."""
 
     patches: Sequence[Patch]
     """All patches, also those that only require a symbol."""
@@ -91,15 +96,20 @@ class PatchSet:
     is_removed: bool = False
     """Whether the set was uninstalled: modules whose import is still running get no patches any more."""
     needed: list[Patch] = field(init=False)
-    """Patches to apply: those that replace something which the host needs."""
+    """Patches to apply: those that replace something which the host needs, without features that are off."""
+    off: dict[str, str] = field(init=False)
+    """Features that are off, each with the reason."""
 
     def __post_init__(self) -> None:
-        self.needed = [each for each in self.patches if (each.replace or each.import_context) and each.is_needed]
+        checked = [each for each in self.patches if each.is_needed]
+        self.off = {each.feature: problem for each in checked if each.feature and (problem := each.problem())}
+        replacing = [each for each in checked if each.replace or each.import_context]
+        self.needed = [each for each in replacing if each.feature not in self.off]
 
     def problems(self) -> list[str]:
         """Return why the set does not fit the installed host; an empty list if it fits."""
-        required = [each for each in self.patches if each.replace is None and each.import_context is None]
-        return [problem for each in (*self.needed, *required) if (problem := each.problem())]
+        required = [each for each in self.patches if each.feature is None and each.is_needed]
+        return [problem for each in required if (problem := each.problem())]
 
     def install(self) -> None:
         """Apply the patches of loaded modules, and watch the import of the others."""
