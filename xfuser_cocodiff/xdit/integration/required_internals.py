@@ -6,10 +6,7 @@ plugin is installed, rather than in the middle of a run. Those with a feature co
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
-_TEXT = "text tokens are split if they are divisible by the ranks"
-_HINT = "the hint on replicated text"
 _HOOKS = "whether a module has hooks of others"
-_MODELS = "xfuser.model_executor.models.transformers"
 _PATCHES = (
     Patch("xfuser.core.distributed.runtime_state", "_RUNTIME", "the current runtime state", None),
     Patch("xfuser.core.distributed.parallel_state", "_SP", "the group of ranks that share a sequence", None),
@@ -26,24 +23,6 @@ _PATCHES = (
         "whether xDiT has the scales of its FP8 communication",
         None,
         used_names=("fp8_comms_owner",),
-    ),
-    Patch(
-        "xfuser.model_executor.pipelines.pipeline_flux",
-        "xFuserFluxPipeline",
-        "whether text tokens are split among ranks",
-        None,
-        used_names=("split_text_embed_in_sp",),
-        feature=_HINT,
-    ),
-    *(
-        Patch(f"{_MODELS}.{module}", name, _TEXT, None, feature=_HINT)
-        for module, name in (
-            ("transformer_flux", "xFuserFlux1Transformer2DWrapper"),
-            ("transformer_flux", "xFuserFluxTransformer2DWrapper"),
-            ("transformer_sd3", "xFuserSD3Transformer2DWrapper"),
-            ("cogvideox_transformer_3d", "xFuserCogVideoXTransformer3DWrapper"),
-            ("transformer_hunyuan_video", "xFuserHunyuanVideoTransformer3DWrapper"),
-        )
     ),
     Patch(
         "xfuser.model_executor.layers.attention_processor",

@@ -38,7 +38,7 @@ from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
-from xfuser_cocodiff.xdit.session import graph_order, replicated_text
+from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.precision_tuner import PrecisionTuner
 from xfuser_cocodiff.xdit.session.runs import Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
@@ -83,8 +83,6 @@ class Session:
     """Autotuner of overlap schedules; None without a mesh."""
     precision_tuner: PrecisionTuner | None = field(init=False, default=None)
     """Chooses precisions in mode `auto`; None in other modes and without a mesh."""
-    _has_logged_text: bool = field(init=False, default=False)
-    """Whether the hint on replicated text tokens was logged."""
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
@@ -270,8 +268,6 @@ class Session:
                 tuner.begin_run()
 
     def _end_step(self) -> None:
-        if self.mesh and not self._has_logged_text:
-            self._has_logged_text = replicated_text.log_if_replicated(self.model)
         load = self.runtime.take_load() if self.runtime else None
         if self.schedule_tuner and self._counts_calls() and not is_captured():
             if self.precision_tuner:
