@@ -1,20 +1,25 @@
 """The link probe on real ranks: the same profile on all of them, used by the planner."""
 
 import dataclasses
+import functools
+import math
+import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import ranks
+from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.reshard import reshard
-from xfuser_cocodiff.engine.autotune import link_probe, plan_selection
+from xfuser_cocodiff.engine.autotune import interleaved_timing, link_probe, plan_selection
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
+from xfuser_cocodiff.engine.comm.rank_results import RankError
 from xfuser_cocodiff.engine.comm.stages import Stages
-from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.kernels.rows import MessagePart
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
@@ -38,6 +43,7 @@ def test_all_ranks_measure_the_same_valid_profile() -> None:
     assert all(other == first for other in others)
     assert Profile.from_json(first.to_json()) == first
     assert [link.name for link in first.links] == ["node", "gpu"]
+    assert first.codec_bytes_per_second > 0
     assert first.coding_host_seconds == 0.0  # on a CPU it is part of the codec's speed
 
 
@@ -83,43 +89,22 @@ def test_without_a_profile_the_links_are_probed() -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_speeds_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are large, and several calls are timed per synchronization, else fast axes would be classified as slow."""
+def test_copies_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are large, and several calls are timed per synchronization."""
     monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
     timed_calls: list[int] = []
-    stages = Stages({(0,): None})
-    probe = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
-    parts: list[MessagePart] = []
-    encode = codecs.kernels.encode
-    monkeypatch.setattr(codecs.kernels, "encode", lambda given: parts.extend(given) or encode(given))
-    monkeypatch.setattr(probe, "_fastest", lambda work, calls: (work(), timed_calls.append(calls), 1.0)[-1])
-    assert probe._codec_speed() >= 2**26 and probe._copy_speed() >= 2**26  # bytes per call of one second
+    monkeypatch.setattr(
+        link_probe, "time_calls", lambda work, calls, *_: (work(), timed_calls.append(calls), [1.0])[-1]
+    )
+    assert probe_of("2")._copy_speed() >= 2**26  # bytes per call of one second
     assert min(timed_calls) > 1
-    assert all(part.prediction.channel_scales is not None for part in parts) and parts, "what accelerators run"
 
 
-def test_host_time_of_coding_is_per_tensor_and_of_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time later steps, whose tensors have references, on an accelerator only."""
-    stages = Stages({(0,): None})
-    probe = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
-    bits: list[float | None] = []
-    original = codecs.kernels.encode
-
-    def encode(parts: list[MessagePart]) -> object:
-        bits.extend(part.bits for part in parts)
-        return original(parts)
-
-    def fastest(work: Callable[[], None], calls: int) -> float:
-        bits.clear()
-        work()
-        return 8.0
-
-    monkeypatch.setattr(codecs.kernels, "encode", encode)
-    monkeypatch.setattr(probe, "_fastest", fastest)
-    assert probe._coding_host_seconds() == 0.0 and not bits
-    monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
-    assert probe._coding_host_seconds() == 2.0
-    assert bits == [2, 2, 2, 2]
+def probe_of(topology: str) -> link_probe.Probe:
+    """Return a probe without process groups."""
+    parsed = Topology.parse(topology, math.prod(map(int, topology.split("x"))))
+    flat = Plan.flat(parsed).stages[0]
+    return link_probe.Probe(Mesh(parsed, Stages({flat: None}), PlanPolicy(lambda size: None)), CPU)
 
 
 @pytest.mark.parametrize(("device_type", "launch"), [("cpu", 0.0), ("cuda", 0.0), ("xpu", 42e-6)])
@@ -137,7 +122,7 @@ def test_links_have_the_bandwidth_and_latency_that_explain_the_times(monkeypatch
     topology = Topology.parse("2x4", 8)
     real = {0: (5e-4, 1e8), 1: (1e-4, 1e9)}  # latency in seconds and bytes per second of the link along each dim
     launch = 2e-4
-    probe = link_probe.Probe(Mesh(topology, Stages({(0, 1): None}), PlanPolicy(lambda size: None)), CPU)
+    probe = probe_of("2x4")
 
     def seconds(stage: tuple[int, ...], message: int, calls: int, rounds: int | None = None) -> float:
         if len(stage) > 1:  # to 3 ranks of the node and 4 of the other one, all at once
@@ -147,8 +132,84 @@ def test_links_have_the_bandwidth_and_latency_that_explain_the_times(monkeypatch
         return launch + (size - 1) * latency + message * (size - 1) / size / bandwidth
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-    profile = probe._measure_links((1e9, 1e9), 0.0)
+    profile = probe._measure_links(1e9)
     assert profile.launch_seconds == pytest.approx(launch, rel=0.05)
     for link, (latency, bandwidth) in zip(profile.links, real.values(), strict=True):
         assert link.latency_seconds == pytest.approx(latency, rel=0.05)
         assert link.bytes_per_second == pytest.approx(bandwidth, rel=0.01)
+
+
+class NoisyLinks:
+    """Links and clock of a simulated machine: ranks are apart unless a barrier joins them, the first message of a size
+    allocates memory, and sometimes other traffic is in the way."""
+
+    def __init__(self, bytes_per_second: float, seed: int) -> None:
+        self.now, self._bytes_per_second, self._noise = 0.0, bytes_per_second, random.Random(seed)
+        self._known: set[int] = set()
+        self._skew = 0.0
+
+    def start(self, message: torch.Tensor, plan: Plan, number: int) -> Callable[[], None]:
+        peers = len(message) - 1
+        seconds = 2e-5 + message.nbytes * peers / len(message) / self._bytes_per_second + self._skew
+        seconds += 3e-3 * (message.nbytes not in self._known) + 1e-3 * (self._noise.random() < 0.02)
+        self._known.add(message.nbytes)
+        self._skew = 0.0
+
+        def wait() -> None:
+            self.now += seconds
+
+        return wait
+
+    def end_round(self, device: torch.device) -> None:
+        self._skew = self._noise.uniform(0.0, 5e-3)
+
+    def barrier(self, group: object, device: torch.device) -> None:
+        self._skew = 0.0
+
+
+def is_slow(gigabytes: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether a probe finds a link of this bandwidth slow beside a codec of 400 GB/s."""
+    links, probe = NoisyLinks(1e9 * gigabytes, seed), probe_of("2x4")
+    probe.mesh = SimpleNamespace(topology=probe.mesh.topology, stages=links)
+    probe.group = object()
+    monkeypatch.setattr(interleaved_timing, "_gather", lambda values, group: values[None])
+    monkeypatch.setattr(interleaved_timing, "_synchronize", links.end_round)
+    monkeypatch.setattr(interleaved_timing, "_barrier", links.barrier)
+    without_memory = functools.partial(torch.empty, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(link_probe.torch, "zeros", lambda *sizes, **_: without_memory(sizes))
+    monkeypatch.setattr(interleaved_timing, "time", SimpleNamespace(perf_counter=lambda: links.now))
+    profile = probe._measure_links(1e12)
+    assert links.now < 1, "seconds of a probe"
+    return profile.with_codec(4e11, 0.0).slow_axes == ("node", "gpu")
+
+
+@pytest.mark.parametrize(("gigabytes", "expected"), [(46, False), (37, True)])
+def test_noise_does_not_change_which_links_are_slow(
+    gigabytes: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link of 400 Gbit/s carries 46 GB/s; its largest message takes a millisecond, less than ranks are apart."""
+    assert [is_slow(gigabytes, seed, monkeypatch) for seed in range(60)] == [expected] * 60
+
+
+def failing_probe(rank: int) -> Profile:
+    mesh = Mesh.over(dist.group.WORLD, Topology.flat(2))
+    if rank == 1:
+        link_probe._COPIED_BYTES = {False: 2**60}
+    return link_probe.measure_links(mesh, CPU)
+
+
+def test_failure_of_one_rank_is_the_error_of_all() -> None:
+    """None is left in a collective."""
+    for result in ranks.outcomes(failing_probe, 2):
+        assert isinstance(result, RankError) and "link probe failed on 1 of 2 ranks (rank 1: " in str(result)
+
+
+def test_links_are_measured_without_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    for profile in ranks.run(measure_without_codec, 2):
+        assert profile.codec_bytes_per_second == 0 and profile.slow_axes == ()
+        assert Profile.from_json(profile.to_json()) == profile
+
+
+def measure_without_codec(rank: int) -> Profile:
+    with mock.patch.object(kernels, "_kernels", side_effect=AssertionError):
+        return link_probe.measure_links(Mesh.over(dist.group.WORLD, Topology.parse("2x1", 2)), CPU)

@@ -221,7 +221,7 @@ def probe_links(rank: int, folder: str) -> tuple[str, int]:
     import torch.distributed as dist
     from xfuser.model_executor.layers import usp
 
-    fastest, times = Probe._fastest, []
+    fastest, times = Probe.fastest, []
 
     def slower(self: Probe, *given: Any, **options: Any) -> float:
         times.append(
@@ -229,7 +229,7 @@ def probe_links(rank: int, folder: str) -> tuple[str, int]:
         )
         return times[-1]
 
-    Probe._fastest = slower
+    Probe.fastest = slower
     start(rank, ring_options("outer", cocodiff_mode="exact", cocodiff_cache=folder))
     session = active()
     mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
@@ -255,7 +255,7 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     options = ring_options("outer", cocodiff_mode="exact")
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
-    with mock.patch.object(link_probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
+    with mock.patch.object(link_probe, "measure_links", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
         run = LossyRun(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
     exact = run()
     sent = active().traffic.sent_bytes

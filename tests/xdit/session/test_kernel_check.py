@@ -1,71 +1,135 @@
-"""Kernels that fail their self-check on one rank are replaced on all ranks, with one warning."""
+"""Kernels that fail on one rank are replaced on all ranks, with one warning, and are not used where no axis is slow."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import ranks
+from tests.engine.topology.test_planner import profile_of
+from tests.xdit.attention.test_overlap import start
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
+from xfuser_cocodiff.engine.autotune import codec_probe
+from xfuser_cocodiff.engine.autotune.codec_probe import CodecSpeed
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
+from xfuser_cocodiff.engine.compression import codec_check
+from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.session import kernel_check
+from xfuser_cocodiff.xdit.session import kernel_check, startup
 
 FORMAT = kernel_check.ValueFormat(64, torch.float16)
+FAST, PYTORCH = 1e12, 1e3
+"""Throughput of the codec with Triton's and with PyTorch's kernels, far above and below that of links."""
 
 
-def checked(rank: int, backends: list[str], failures: list[str | None], mode: str) -> tuple[str, list, list[str]]:
-    """Return the kernels in use after the check on an accelerator, what was checked, and the warnings."""
-    config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, schedule="bits=4")
-    calls, warnings = [], []
+def started(
+    rank: int, failures: list[str | None], errors: list[bool], backends: list[str], link: float, slow_axes: Any
+) -> tuple[str, bool, str | None, list[str], list[str], list]:
+    """Start a session with kernels that fail the self-check, or raise an error in the codec probe.
 
-    def failure(*arguments: object) -> str | None:
-        calls.append(arguments)
+    Returns:
+        The kernels in use, whether the session is lossy, why not, its warnings and infos, and the arguments of checks.
+    """
+    group, *_ = start(rank, depth=1)
+    topology = Topology.parse("2x1", 2)
+    config = CocoDiffConfig(topology=topology, mode="balanced", schedule="bits=4", slow_axes=slow_axes)
+    links = profile_of([2, 1], [link, link], 1e-6, 1e-6)
+    links = TuningCache({}, links.with_codec(0.0, 0.0))
+    checks: list[tuple] = []
+    warnings: list[str] = []
+    infos: list[str] = []
+
+    def measure(device: torch.device) -> CodecSpeed:
+        if kernels.backend_for(device) == kernels.TRITON and errors[rank]:
+            raise ValueError("no driver\nin detail")
+        return CodecSpeed(FAST if kernels.backend_for(device) == kernels.TRITON else PYTORCH, 0.0)
+
+    def failure(*arguments: Any) -> str | None:
+        checks.append((*arguments[:3], arguments[4]))
         return failures[rank]
+
+    def backend_for(device: torch.device) -> str:
+        return kernels.TORCH if kernels._selected == [kernels.TORCH] else backends[rank]
 
     with (
         mock.patch.object(kernel_check, "compute_device", lambda: torch.device("cuda")),
-        mock.patch.object(kernels, "backend_for", lambda device: backends[rank]),
-        mock.patch.object(kernel_check.codec_check, "failure", failure),
-        mock.patch.object(kernel_check, "warn_once", warnings.append),
+        mock.patch.object(kernels, "backend_for", backend_for),
+        mock.patch.object(codec_check, "failure", failure),
+        mock.patch.object(codec_probe, "measure", measure),
+        mock.patch.object(startup, "warn_once", warnings.append),
+        mock.patch.object(startup, "info_once", infos.append),
     ):
-        used = kernel_check.with_checked_kernels(config, dist.group.WORLD, FORMAT).kernels
-    return used, [(*call[:3], call[4]) for call in calls], warnings
+        session = startup.create_session(group, config, links, values=FORMAT)
+    return session.config.kernels, session.runtime is not None, session.lossless_reason, warnings, infos, checks
+
+
+TRITON = ["triton", "triton"]
+CHECKED = [("triton", "balanced", "bits=4", FORMAT)]
+
+
+def test_kernels_that_pass_are_used() -> None:
+    results = ranks.run(started, 2, [None] * 2, [False] * 2, TRITON, 5e7, MEASURED_SLOW_AXES)
+    for used, is_lossy, _, warnings, infos, checks in results:
+        assert (used, is_lossy, checks) == ("auto", True, CHECKED)
+        assert len(warnings) == 1 and warnings[0].startswith("lossy: ")
+        [line] = [each for each in infos if "communicators: " in each]
+        assert "node 0.05 GB/s" in line and "codec 1e+03 GB/s: slow is an axis below 100 GB/s" in line
 
 
 @pytest.mark.parametrize(
-    ("backends", "failures", "used"),
+    ("failures", "errors", "backends", "problem", "cost"),
     [
-        (["triton", "triton"], [None, None], "auto"),
-        (["triton", "triton"], [None, "bits"], "torch"),
-        (["torch", "triton"], [None, "bits"], "torch"),  # a host without a compiler takes part
+        (
+            *([None, "bits"], [False, False], TRITON),
+            *("kernels fail their self-check on 1 of 2 ranks (rank 1: bits)", "1e-06 GB/s instead of 1e+03 GB/s"),
+        ),
+        (
+            *([None, None], [False, True], TRITON),
+            *("codec probe failed on 1 of 2 ranks (rank 1: ValueError: no driver)", "which encode 1e-06 GB/s"),
+        ),
+        (
+            *([None, None], [False, False], ["triton", "torch"]),
+            *("ranks have different kernels (rank 0: triton, rank 1: torch)", "which encode 1e-06 GB/s"),
+        ),
     ],
 )
-def test_ranks_agree_on_kernels(backends: list[str], failures: list[str | None], used: str) -> None:
-    for rank, (found, calls, warnings) in enumerate(ranks.run(checked, 2, backends, failures, "balanced")):
-        assert found == used
-        assert calls == ([("triton", "balanced", "bits=4", FORMAT)] if backends[rank] == "triton" else [])
-        if used == "auto":
-            assert not warnings
-        else:
-            assert len(warnings) == 1 and "on 1 of 2 ranks (rank 1: triton, bits)" in warnings[0]
+def test_a_failure_on_one_rank_is_named_as_the_reason_on_all(
+    failures: list, errors: list, backends: list, problem: str, cost: str
+) -> None:
+    """With PyTorch's kernels no axis is slow, and the line says that kernels are the reason."""
+    for used, is_lossy, reason, warnings, infos, _ in ranks.run(
+        started, 2, failures, errors, backends, 5e7, MEASURED_SLOW_AXES
+    ):
+        assert (used, is_lossy) == ("torch", False)
+        assert warnings == [reason] and problem in reason and cost in reason and "the run is lossless" in reason
+        assert not any("no axis of the topology" in line for line in infos)
+        assert any("kernels: PyTorch's, since others fail" in line for line in infos)
 
 
-def test_ranks_without_triton_make_all_use_pytorch() -> None:
-    """Sender and receiver would compute their references by different kernels."""
-    for found, _, warnings in ranks.run(checked, 2, ["triton", "torch"], [None, None], "balanced"):
-        assert found == "torch"
-        assert len(warnings) == 1 and "different kernels (rank 0: triton, rank 1: torch)" in warnings[0]
+def test_a_failure_makes_named_axes_slower_and_not_lossless() -> None:
+    for used, is_lossy, _, warnings, _, checks in ranks.run(
+        started, 2, [None, "bits"], [False] * 2, TRITON, 5e7, ("node",)
+    ):
+        assert (used, is_lossy, checks) == ("torch", True, CHECKED)
+        assert "which are slower" in warnings[0] and "lossless" not in warnings[0]
 
 
-def test_lossless_modes_and_cpus_are_not_checked() -> None:
-    for found, calls, _ in ranks.run(checked, 2, ["triton"] * 2, ["bits"] * 2, "exact"):
-        assert (found, calls) == ("auto", [])
+def test_no_kernel_is_used_where_no_axis_can_be_slow() -> None:
+    """Neither compiled, nor timed or checked: links are nearly as fast as copies."""
+    for used, is_lossy, reason, warnings, infos, checks in ranks.run(
+        started, 2, ["bits"] * 2, [True] * 2, TRITON, 1e15, MEASURED_SLOW_AXES
+    ):
+        assert (used, is_lossy, checks, warnings) == ("auto", False, [], [])
+        assert "no axis of the topology" in reason
+        assert any("codec not measured" in line for line in infos)
+
+
+def test_kernels_of_cpus_are_not_checked() -> None:
     config = CocoDiffConfig(topology=Topology.flat(2), mode="balanced")
-    with mock.patch.object(kernel_check.codec_check, "failure", side_effect=AssertionError):
-        assert kernel_check.with_checked_kernels(config, None) is config
+    with mock.patch.object(codec_check, "failure", side_effect=AssertionError):
+        kernel_check.check(config, None)
 
 
 @pytest.mark.parametrize(

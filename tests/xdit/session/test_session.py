@@ -154,7 +154,6 @@ def test_a_session_knows_whether_branches_are_on_different_ranks(
     """Runs are guided then, though each rank sees one branch."""
     made = []
     monkeypatch.setattr("xfuser.core.distributed.get_sp_group", lambda: SimpleNamespace(cpu_group=None))
-    monkeypatch.setattr(starting.kernel_check, "with_checked_kernels", lambda config, group, values: config)
     monkeypatch.setattr(starting.usp_versions, "is_known", lambda: True)
 
     def create_session(group: object, config: CocoDiffConfig, is_guided: bool, **options: object) -> Session:

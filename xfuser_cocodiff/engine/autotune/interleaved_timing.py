@@ -32,21 +32,21 @@ def time_calls(
     work: Callable[[], object],
     calls: int,
     rounds: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
     is_warm: bool = False,
 ) -> list[float]:
     """Return the seconds per call of a function, one value per round, as the maximum over ranks.
 
-    All ranks must call this and get the same values. An untimed call comes first: it opens connections, allocates
-    memory and synchronizes the ranks. This is cheaper than :func:`time_interleaved`, but less suited to comparing
+    All ranks must call this and get the same values. An untimed call comes first, which opens connections and allocates
+    memory, and a barrier before each round. This is cheaper than :func:`time_interleaved`, but less suited to comparing
     functions.
 
     Args:
         work: function that every rank of the group runs; it waits for what it starts.
         calls: number of calls in a row per round.
         rounds: number of timed samples.
-        group: the ranks.
+        group: the ranks; None for this rank alone, without any collective.
         device: where the function runs.
         is_warm: whether a similar function has just been timed, so that no untimed call is needed.
     """
@@ -55,8 +55,10 @@ def time_calls(
         work()
     _synchronize(device)
     for number in range(rounds):
+        if group:
+            _barrier(group, device)
         times[number] = _seconds_per_call(work, calls, device)
-    return _gather(times.to(device), group).amax(0).tolist()
+    return _gather(times.to(device), group).amax(0).tolist() if group else times.tolist()
 
 
 def time_interleaved(

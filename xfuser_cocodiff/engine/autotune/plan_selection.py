@@ -84,6 +84,8 @@ def set_up_comm(
     max_over_all: Callable[[list[float]], list[float]] = list,
     parent: Mesh | None = None,
     may_gather: bool = True,
+    host_group: dist.ProcessGroup | None = None,
+    measure_codec: Callable[[], tuple[float, float]] | None = None,
 ) -> CommSetup:
     """Set up the communication of a group: its mesh, the plans of its messages, and its slow axes.
 
@@ -99,6 +101,10 @@ def set_up_comm(
             with a ring there are several Ulysses groups, which must compress the same axes in the same layers.
         parent: mesh whose comm stream and traffic statistics the new mesh shares.
         may_gather: whether layers may gather K and V along some axes; not in a ring, nor beside one.
+        host_group: all ranks of the run, in a group for host memory; the mesh's own when not given.
+        measure_codec: returns the codec's bytes per second and its host seconds per tensor, the same on all ranks of
+            the run. Called where slow axes are measured and a link is slow enough to be one. Without it, and without
+            the figures in the profile, no axis is slow.
     """
     mesh = _new_mesh(config, device, group, config.topology, _plans_of(config))
     if parent:
@@ -106,7 +112,10 @@ def set_up_comm(
     setup = CommSetup(mesh, None, cache or TuningCache({}), synchronous=config.synchronous)
     if group.size() == 1:
         return setup
-    profile = setup.profile = _link_profile(group, config, device, setup)
+    profile = _link_profile(group, config, device, setup, host_group)
+    if measure_codec and _measures_slow_axes(config):
+        profile = _with_codec(profile, config, setup, max_over_all, measure_codec)
+    setup.profile = profile
     if profile and config.plan is None:
         setup.flat_mesh = _with_flat_plan(mesh)
         setup.mesh = _with_planner(mesh, profile)
@@ -177,15 +186,38 @@ def _new_mesh(
 
 
 def _link_profile(
-    group: dist.ProcessGroup, config: CocoDiffConfig, device: torch.device, setup: CommSetup
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    device: torch.device,
+    setup: CommSetup,
+    host_group: dist.ProcessGroup | None,
 ) -> Profile | None:
     """Return the link profile of the settings or of the cache; probe the links if one is needed and neither has it."""
     needs_profile = config.plan is None or _measures_slow_axes(config)
     if needs_profile and not (config.profile or setup.cache.profile):
         # The probe needs groups for all axes, and the mesh of a named plan has those of its own stages only.
         probed = _new_mesh(config, device, group, config.topology) if config.plan else setup.mesh
-        setup.cache.profile = link_probe.measure(probed, device)
+        setup.cache.profile = link_probe.measure_links(probed, device, host_group)
     return config.profile or setup.cache.profile
+
+
+def _with_codec(
+    profile: Profile,
+    config: CocoDiffConfig,
+    setup: CommSetup,
+    max_over_all: Callable[[list[float]], list[float]],
+    measure_codec: Callable[[], tuple[float, float]],
+) -> Profile:
+    """Return the profile with the codec's speed, unless no axis of any rank can be slow; keep it in the cache.
+
+    All ranks have the speed in their profile or none, since they share options and cache.
+    """
+    if profile.codec_bytes_per_second or not max_over_all([float(profile.may_have_slow_axes)])[0]:
+        return profile
+    speed = measure_codec()
+    if not config.profile:
+        setup.cache.profile = setup.cache.profile.with_codec(*speed)
+    return profile.with_codec(*speed)
 
 
 def _partition(

@@ -31,6 +31,7 @@ from xfuser_cocodiff.engine.compression.modes import (
     CodecSchedule,
 )
 from xfuser_cocodiff.engine.compression.precisions import at_precision, precisions_of
+from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
 
 _SHORTER = (VERY_FEW_STEPS, FEW_STEPS, USUAL_STEPS)
 """Longest runs of each shorter schedule, in steps."""
@@ -50,18 +51,6 @@ _DIFFERENT, _ENERGY_TOLERANCE = 0.01, 0.01
 """Fraction of the values, and relative difference of the error, by which kernels and PyTorch's may differ: where the
 sum over a row rounds differently, its scale may be a neighboring one."""
 _BOTH_ENDS = "sender and receiver have different references"
-
-
-class ValueFormat(NamedTuple):
-    """What kernels are compiled for, of the values of a model."""
-
-    head_dim: int = 128
-    """Head dim; that of most models if it is unknown."""
-    dtype: torch.dtype = torch.bfloat16
-    """Type of Q, K, V and O."""
-
-
-USUAL_VALUES = ValueFormat()
 
 
 class _Run(NamedTuple):

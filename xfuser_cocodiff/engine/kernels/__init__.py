@@ -46,6 +46,16 @@ def resolve(choice: str, device_type: str) -> str:
     return TRITON if is_preferred and not _triton_unavailable(device_type) else TORCH
 
 
+def explain(choice: str, device_type: str) -> str:
+    """Return the backend that a choice selects on a device type, and why, in a few words."""
+    backend = resolve(choice, device_type)
+    if choice != AUTO:
+        return f"{backend} (--cocodiff_kernels)"
+    if backend == TORCH and devices.capabilities(device_type).uses_triton:
+        return f"{backend} (Triton: {_triton_unavailable(device_type)})"
+    return f"{backend} (default on {device_type})"
+
+
 def _triton_unavailable(device_type: str) -> str | None:
     """Return why Triton's kernels cannot run on a device type, or None if they can."""
     if not _is_installed():

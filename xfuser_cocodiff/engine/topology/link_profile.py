@@ -39,7 +39,7 @@ class Profile:
     copy_bytes_per_second: float
     """Speed at which a rank reorders a message between two stages."""
     codec_bytes_per_second: float
-    """Speed at which a rank encodes and decodes, in bytes of the original values."""
+    """Speed at which a rank encodes and decodes, in bytes of the original values; 0 where it was not measured."""
     contention: float = 1.0
     """Factor by which link times grow when several axes are busy at once: 1 if they share nothing, below 1 if one
     collective uses them better than separate ones do."""
@@ -50,10 +50,31 @@ class Profile:
     @property
     def slow_axes(self) -> tuple[str, ...]:
         """Names of the axes on which codecs save time, outermost first; see SLOW_RATIO."""
-        nontrivial = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
-        ratios = {link.name: link.bytes_per_second / self.codec_bytes_per_second for link in nontrivial}
+        if not self.codec_bytes_per_second:
+            return ()
+        ratios = {link.name: link.bytes_per_second / self.codec_bytes_per_second for link in self.moving_links}
         is_any_slow = any(ratio < SLOW_RATIO for ratio in ratios.values())
         return tuple(name for name, ratio in ratios.items() if is_any_slow and ratio < FURTHER_SLOW_RATIO)
+
+    @property
+    def may_have_slow_axes(self) -> bool:
+        """Whether an axis may be slow whatever the codec's throughput, which is below that of a copy: the codec reads
+        and writes its values too, and their references besides."""
+        return any(link.bytes_per_second < SLOW_RATIO * self.copy_bytes_per_second for link in self.moving_links)
+
+    @property
+    def moving_links(self) -> list[AxisLink]:
+        """Links of the axes with more than one rank."""
+        return [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
+
+    def with_codec(self, bytes_per_second: float, host_seconds: float) -> "Profile":
+        """Return the profile with the speed of a codec; 0 for a codec that was not measured.
+
+        Args:
+            bytes_per_second: see :attr:`codec_bytes_per_second`.
+            host_seconds: see :attr:`coding_host_seconds`.
+        """
+        return replace(self, codec_bytes_per_second=bytes_per_second, coding_host_seconds=host_seconds)
 
     def restrict_to(self, topology: Topology) -> "Profile":
         """Return the profile of a topology that has some of the axes."""
@@ -88,12 +109,12 @@ class Profile:
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
             raise ValueError(f"not a link profile: its links are not those of the topology {topology}")
         speeds = [
-            figures["contention"],
-            *(figures[name] for name in _SPEEDS),
+            *(figures["contention"], figures["copy_bytes_per_second"]),
             *(link.bytes_per_second for link in links),
         ]
         times = [figures["launch_seconds"], figures["coding_host_seconds"], *(link.latency_seconds for link in links)]
-        if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
+        has_valid_speeds = all(speed > 0 for speed in speeds) and figures["codec_bytes_per_second"] >= 0
+        if not has_valid_speeds or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a link profile: speeds must be positive, and times finite and not negative")
         return cls(topology, links, **figures)
 

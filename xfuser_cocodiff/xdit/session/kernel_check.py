@@ -1,25 +1,33 @@
-"""Agrees, at the start of a session, on kernels that pass their self-check on all ranks."""
+"""Measures and checks the codec's kernels at the start of a lossy session; all ranks learn of a failure on one."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.compression import codec_check
-from xfuser_cocodiff.engine.compression.codec_check import USUAL_VALUES, ValueFormat
+from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
+from xfuser_cocodiff.engine.comm.rank_results import RankError, gather_results
+from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices
-from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
+from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
+from xfuser_cocodiff.xdit.session.start_line import gigabytes
+
+if TYPE_CHECKING:
+    from xfuser_cocodiff.engine.autotune.codec_probe import CodecSpeed
+
+T = TypeVar("T")
 
 _HEAD_DIMS = ("attention_head_dim", "head_dim")
 _WIDTHS = (("hidden_size", "num_attention_heads"), ("dim", "n_heads"))
 """Entries of a transformer's config for its head dim, or for its width and number of heads."""
+
+
+class KernelError(RuntimeError):
+    """Kernels cannot be used, since they fail on a rank or differ between ranks; the same error on every rank."""
 
 
 def value_format(pipeline: Any) -> ValueFormat:
@@ -35,59 +43,101 @@ def value_format(pipeline: Any) -> ValueFormat:
     return ValueFormat(head_dim, dtype if isinstance(dtype, torch.dtype) else default.dtype)
 
 
-def with_checked_kernels(
-    config: CocoDiffConfig, group: dist.ProcessGroup | None, values: ValueFormat = USUAL_VALUES
-) -> CocoDiffConfig:
-    """Return the config with kernels that pass their self-check on all ranks: PyTorch's where others fail on one.
+def measure_codec(config: CocoDiffConfig, group: dist.ProcessGroup | None) -> "CodecSpeed":
+    """Return the speed of the codec on the slowest rank. All ranks must call this.
 
-    They are also PyTorch's if ranks have different ones, as where one lacks Triton or a compiler.
-    It also compiles them. All ranks must call this; all of them get the same kernels. Kernels of CPUs are not checked:
-    tests cover them.
+    Args:
+        config: the options.
+        group: the ranks that share a sequence, in a group for host memory; None for a single rank.
+
+    Raises:
+        KernelError: the kernels fail on a rank, or ranks have different ones; on every rank.
+    """
+    from xfuser_cocodiff.engine.autotune import codec_probe  # lossless sessions do not import codecs' kernels
+
+    speeds = _on_all_ranks(config, group, "codec probe", lambda backend: codec_probe.measure(compute_device()))
+    return codec_probe.CodecSpeed(
+        *(limit(column) for limit, column in zip((min, max), zip(*speeds, strict=True), strict=True))
+    )
+
+
+def check(config: CocoDiffConfig, group: dist.ProcessGroup | None, values: ValueFormat = USUAL_VALUES) -> None:
+    """Check the kernels of a lossy mode, which also compiles them. All ranks must call this.
+
+    Kernels of CPUs are not checked: tests cover them.
 
     Args:
         config: the options.
         group: the ranks that share a sequence, in a group for host memory; None for a single rank.
         values: head dim and type of the model's values.
+
+    Raises:
+        KernelError: the kernels fail on a rank, or ranks have different ones; on every rank.
     """
+    from xfuser_cocodiff.engine.compression import codec_check  # lossless sessions do not import codecs' kernels
+
     device = compute_device()
-    if config.mode == EXACT or not devices.capabilities(device.type).is_asynchronous:
-        return config
+    if not devices.capabilities(device.type).is_asynchronous:
+        return
+
+    def failure(backend: str) -> str | None:
+        if backend == kernels.TORCH:
+            return None
+        return codec_check.failure(backend, config.mode, config.schedule, device, values)
+
+    results = _on_all_ranks(config, group, "self-check of kernels", failure)
+    failed = {rank: reason for rank, reason in enumerate(results) if reason}
+    if failed:
+        rank, reason = next(iter(failed.items()))
+        raise KernelError(
+            f"kernels fail their self-check on {len(failed)} of {len(results)} ranks (rank {rank}: {reason})"
+        )
+
+
+def _on_all_ranks(
+    config: CocoDiffConfig, group: dist.ProcessGroup | None, stage: str, work: Callable[[str], T]
+) -> list[T]:
+    """Return the results of work with the kernels of each rank, given their backend.
+
+    Raises:
+        KernelError: the work fails on a rank, or ranks have different kernels: backends round differently, so that both
+            ends of a link need the same one.
+    """
     kernels.use(config.kernels)
-    backend, found = kernels.backend_for(device), None
-    if backend != kernels.TORCH:
+    backend = kernels.backend_for(compute_device())
+    if backend == kernels.TRITON:
         info_once(
             f"checking the {backend} kernels of mode {config.mode!r}; the first time on a machine, this compiles them, "
             "which delays the start"
         )
-        if found := codec_check.failure(backend, config.mode, config.schedule, device, values):
-            found = f"{backend}, {found}"
-    results = [(backend, found)]
-    if group is not None:
-        results = [("", None)] * group.size()
-        with failure_detection.report_failed_ranks(group, "self-check of kernels"):
-            dist.all_gather_object(results, (backend, found), group=group)
-    problem = _problem(results)
-    if problem is None:
-        return config
-    warn_once(
-        f"{problem}: all ranks use those of PyTorch, which are slower; install the same Triton and driver on all hosts"
-    )
-    return replace(config, kernels=kernels.TORCH)
-
-
-def _problem(results: Sequence[tuple[str, str | None]]) -> str | None:
-    """Return why ranks cannot use their kernels, given each rank's backend and failure; None if they can.
-
-    Backends round differently, so that both ends of a link need the same one.
-    """
-    failed = {rank: reason for rank, (_, reason) in enumerate(results) if reason}
-    if failed:
-        rank, reason = next(iter(failed.items()))
-        return f"kernels fail their self-check on {len(failed)} of {len(results)} ranks (rank {rank}: {reason})"
+    try:
+        results = gather_results(lambda: (backend, work(backend)), group, stage)
+    except RankError as error:
+        raise KernelError(str(error)) from None
     first_rank_of: dict[str, int] = {}
-    for rank, (backend, _) in enumerate(results):
-        first_rank_of.setdefault(backend, rank)
-    if len(first_rank_of) == 1:
-        return None
-    named = ", ".join(f"rank {rank}: {backend}" for backend, rank in first_rank_of.items())
-    return f"ranks have different kernels ({named})"
+    for rank, (other, _) in enumerate(results):
+        first_rank_of.setdefault(other, rank)
+    if len(first_rank_of) > 1:
+        named = ", ".join(f"rank {rank}: {other}" for other, rank in first_rank_of.items())
+        raise KernelError(f"ranks have different kernels ({named})")
+    return [result for _, result in results]
+
+
+def fallback_warning(problem: str, mode: str, before: Sequence[CommSetup] = (), after: Sequence[CommSetup] = ()) -> str:
+    """Return the warning that PyTorch's kernels replace others, with the cause and the cost.
+
+    Args:
+        problem: why the others cannot be used.
+        mode: the lossy mode.
+        before: communication with the others; empty if it is unknown.
+        after: communication with PyTorch's kernels; empty with virtual ranks.
+    """
+    replaced, speed = (
+        next((setup.profile.codec_bytes_per_second for setup in setups if setup.profile), 0.0)
+        for setups in (before, after)
+    )
+    cost = f"which encode {gigabytes(speed)}" if speed else "which are slower"
+    cost += f" instead of {gigabytes(replaced)}" if speed and replaced else ""
+    if after and not any(setup.partition for setup in after):
+        cost += f", so that no axis is slow beside them: mode {mode!r} compresses nothing and the run is lossless"
+    return f"{problem}: all ranks use PyTorch's kernels, {cost}; install the same Triton and driver on all hosts"

@@ -1,7 +1,7 @@
 """The start of a session with its xDiT engine: process groups, plans and codecs, by the options."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_com
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec_check import ValueFormat
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MULTI_NODE_MODE, PAPER
@@ -26,8 +26,10 @@ from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_alw
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, usp_versions
+from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.precision_tuner import MAX_COST
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
+from xfuser_cocodiff.xdit.session.start_line import start_line
 
 _NO_SLOW_AXIS = (
     "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
@@ -125,10 +127,14 @@ def _start_virtual(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> 
         warn_once(
             "--cocodiff_virtual has no effect in compiled graphs: the run is lossless; leave out --use_torch_compile"
         )
-    config = kernel_check.with_checked_kernels(config, None, kernel_check.value_format(pipeline))
     runtime = _virtual_runtime(config)
     if runtime is None:
         return Session(config, lossless_reason=_NO_SLOW_AXIS.format(config.virtual, config.mode))
+    try:
+        kernel_check.check(config, None, kernel_check.value_format(pipeline))
+    except KernelError as error:
+        warn_once(kernel_check.fallback_warning(str(error), config.mode))
+        config = replace(config, kernels=kernels.TORCH)
     _route_attention_through_usp(pipeline)
     return Session(config, runtime=runtime)
 
@@ -172,7 +178,6 @@ def _route_attention_through_usp(pipeline: Any) -> None:
 
 def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, values: ValueFormat) -> Session:
     """Return the session of an engine whose ranks share a sequence."""
-    from xfuser.core.distributed import get_sp_group
     from yunchang.globals import PROCESS_GROUP
 
     group = PROCESS_GROUP.ULYSSES_PG
@@ -205,11 +210,12 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, va
         )
         warn_once(lossless_reason)
         config = replace(config, mode=EXACT)
-    config = kernel_check.with_checked_kernels(config, get_sp_group().cpu_group, values)
     # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
     may_gather = parallel.ring_degree == 1 and parallel.pp_degree == 1
     is_guided = parallel.cfg_degree > 1
-    session = create_session(group, config, ring_group=ring_group, may_gather=may_gather, is_guided=is_guided)
+    session = create_session(
+        group, config, ring_group=ring_group, may_gather=may_gather, is_guided=is_guided, values=values
+    )
     session.uses_stock_usp = uses_stock_usp
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
@@ -231,6 +237,7 @@ def create_session(
     ring_group: dist.ProcessGroup | None = None,
     may_gather: bool = True,
     is_guided: bool = False,
+    values: ValueFormat | None = None,
 ) -> Session:
     """Return a session for the ranks of a Ulysses group, and of a ring. All of them must call this.
 
@@ -241,10 +248,28 @@ def create_session(
         ring_group: the ring, if there is one.
         may_gather: whether layers may gather K and V along some axes; without effect beside a ring.
         is_guided: whether the branches of guidance are on different ranks.
+        values: format of the model's values, for which kernels are checked if an axis is slow; None for no check.
     """
-    kernels.use(config.kernels)  # the probe measures the codec's throughput with them
-    setup = _set_up(group, config, cache, may_gather=may_gather and ring_group is None)
-    ring_setup = _set_up_ring(ring_group, config, setup) if ring_group else None
+    from xfuser.core.distributed import get_sp_group
+
+    caches = [cache or _load_cache(group, config, config.topology, {})]
+    if ring_group:
+        caches.append(_load_cache(ring_group, config, _ring_topology(config, ring_group), host_description.RING))
+    setups: list[CommSetup] = []
+    warning = None
+    try:
+        setups = _set_up_all(group, ring_group, config, caches, may_gather)
+        if values and any(setup.partition for setup in setups):
+            kernel_check.check(config, get_sp_group().cpu_group, values)
+    except KernelError as error:  # on every rank
+        config, before = _with_pytorch_kernels(config), setups
+        # The links stay as they were measured; nothing is kept of the slower kernels.
+        caches = [TuningCache({}, each.profile and each.profile.with_codec(0.0, 0.0)) for each in caches]
+        setups = _set_up_all(group, ring_group, config, caches, may_gather)
+        warning = kernel_check.fallback_warning(str(error), config.mode, before, setups)
+        warn_once(warning)
+    info_once(start_line(config, setups, "PyTorch's, since others fail" if warning else None))
+    setup, ring_setup = setups[0], setups[1] if ring_group else None
     session = Session(
         config,
         setup.mesh,
@@ -254,37 +279,71 @@ def create_session(
         overlap=config.overlap,
     )
     session.save_tuning()
-    session.runtime = _runtime_of(session, is_guided)
+    session.runtime = _runtime_of(session, is_guided, warning)
     return session
+
+
+def _with_pytorch_kernels(config: CocoDiffConfig) -> CocoDiffConfig:
+    """Return the options with PyTorch's kernels, and without the speed of others in given profiles."""
+    profile, ring_profile = (each and each.with_codec(0.0, 0.0) for each in (config.profile, config.ring_profile))
+    return replace(config, kernels=kernels.TORCH, profile=profile, ring_profile=ring_profile)
+
+
+def _set_up_all(
+    group: dist.ProcessGroup,
+    ring_group: dist.ProcessGroup | None,
+    config: CocoDiffConfig,
+    caches: Sequence[TuningCache],
+    may_gather: bool,
+) -> list[CommSetup]:
+    """Return mesh, plans and tuning cache of a Ulysses group, and of the ring if there is one.
+
+    Raises:
+        KernelError: the codec, whose speed decides which axes are slow, fails on a rank; on every rank.
+    """
+    from xfuser.core.distributed import get_sp_group
+
+    kernels.use(config.kernels)
+    host_group = get_sp_group().cpu_group
+    measure_codec = functools.cache(lambda: kernel_check.measure_codec(config, host_group))
+    setup = _set_up(group, config, caches[0], measure_codec, may_gather=may_gather and ring_group is None)
+    if ring_group is None:
+        return [setup]
+    topology = _ring_topology(config, ring_group)
+    ring_config = replace(config, topology=topology, profile=config.ring_profile, plan=None)
+    return [setup, _set_up(ring_group, ring_config, caches[1], measure_codec, setup.mesh)]
 
 
 def _set_up(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
-    cache: TuningCache | None,
+    cache: TuningCache,
+    measure_codec: Callable[[], tuple[float, float]],
     ulysses_mesh: Mesh | None = None,
     may_gather: bool = False,
 ) -> CommSetup:
-    """Return mesh, plans and tuning cache of a group.
+    """Return mesh and plans of a group.
 
     Args:
-        group: a Ulysses group, or a ring.
+        group: a Ulysses group, or a ring, whose messages share the comm stream of the Ulysses group.
         config: the options, with the topology of the group.
-        cache: tuning results; loaded when not given.
+        cache: tuning results.
+        measure_codec: see :func:`plan_selection.set_up_comm`.
         ulysses_mesh: of the Ulysses group beside a ring, whose comm stream both share.
         may_gather: whether layers may gather K and V along some axes.
     """
-    if cache is None:
-        cache = _load_cache(group, config, config.topology, host_description.RING if ulysses_mesh else {})
+    from xfuser.core.distributed import get_sp_group
+
     largest = functools.partial(all_reduce, operation="max", timeout=config.timeout)
-    return set_up_comm(group, config, compute_device(), cache, largest, ulysses_mesh, may_gather)
+    return set_up_comm(
+        *(group, config, compute_device(), cache, largest, ulysses_mesh, may_gather),
+        host_group=get_sp_group().cpu_group,
+        measure_codec=measure_codec,
+    )
 
 
-def _set_up_ring(ring_group: dist.ProcessGroup, config: CocoDiffConfig, setup: CommSetup) -> CommSetup:
-    """Return mesh, plans and tuning cache of a ring, whose messages share the comm stream of the Ulysses group."""
-    topology = config.ring_topology or Topology.flat(ring_group.size())
-    ring_config = replace(config, topology=topology, profile=config.ring_profile, plan=None)
-    return _set_up(ring_group, ring_config, None, setup.mesh)
+def _ring_topology(config: CocoDiffConfig, ring_group: dist.ProcessGroup) -> Topology:
+    return config.ring_topology or Topology.flat(ring_group.size())
 
 
 def _load_cache(
@@ -300,8 +359,14 @@ def _load_cache(
     return tuning_cache.load_shared(get_sp_group().cpu_group, common, host_description.describe_rank(), config.cache)
 
 
-def _runtime_of(session: Session, is_guided: bool) -> CodecRuntime | None:
-    """Return the codecs' runtime of a session, and log its mode; None where all communication is lossless."""
+def _runtime_of(session: Session, is_guided: bool, kernel_warning: str | None) -> CodecRuntime | None:
+    """Return the codecs' runtime of a session, and log its mode; None where all communication is lossless.
+
+    Args:
+        session: the session.
+        is_guided: whether the branches of guidance are on different ranks.
+        kernel_warning: warning that kernels are slower than usual, which also explains that no axis is slow.
+    """
     config, ring = session.config, session.ring
     partition, ring_partition = session.comm_setup.partition, ring.partition if ring else None
     topology = f"{config.topology}, ring {config.ring} {ring.mesh.topology}" if ring else str(config.topology)
@@ -311,6 +376,9 @@ def _runtime_of(session: Session, is_guided: bool) -> CodecRuntime | None:
         return None
     if partition is None and ring_partition is None:
         is_measured = config.slow_axes == MEASURED_SLOW_AXES
+        if is_measured and kernel_warning:
+            session.lossless_reason = kernel_warning
+            return None
         session.lossless_reason = (_NO_AXIS_IS_SLOW if is_measured else _NO_SLOW_AXIS).format(topology, config.mode)
         (info_once if is_measured else warn_once)(session.lossless_reason)
         return None

@@ -1,0 +1,43 @@
+"""The codec probe: what it times."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from xfuser_cocodiff.engine.autotune import codec_probe
+from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.kernels.rows import MessagePart
+from xfuser_cocodiff.engine.topology import devices
+
+CPU = torch.device("cpu")
+
+
+def test_figures_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The throughput is not dominated by launches, else fast axes would be slow. The host time is that of later steps,
+    whose tensors have references, per tensor."""
+    monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
+    parts: list[list[MessagePart]] = []
+    timed_calls: list[int] = []
+    encode = codecs.kernels.encode
+    monkeypatch.setattr(codecs.kernels, "encode", lambda given: parts.append(given) or encode(given))
+
+    def seconds(work: Callable[[], object], calls: int) -> float:
+        parts.clear()
+        work()
+        timed_calls.append(calls)
+        encoded = [part for each in parts for part in each]
+        if len(encoded) == 1:
+            assert encoded[0].prediction.channel_scales is not None, "what accelerators run"
+            return 1.0
+        assert [part.bits for part in encoded] == [2, 2, 2, 2]
+        return 8.0
+
+    throughput, host_seconds = codec_probe.measure(CPU, seconds)
+    assert throughput >= 2**26 and host_seconds == 2.0
+    assert min(timed_calls) > 1
+
+
+def test_host_time_is_part_of_the_throughput_on_a_cpu() -> None:
+    throughput, host_seconds = codec_probe.measure(CPU)
+    assert throughput > 0 and host_seconds == 0.0

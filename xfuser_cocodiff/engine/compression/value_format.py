@@ -1,0 +1,17 @@
+"""The format of a model's values, for which kernels are compiled."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class ValueFormat(NamedTuple):
+    """What kernels are compiled for, of the values of a model."""
+
+    head_dim: int = 128
+    """Head dim; that of most models if it is unknown."""
+    dtype: torch.dtype = torch.bfloat16
+    """Type of Q, K, V and O."""
+
+
+USUAL_VALUES = ValueFormat()
