@@ -2,12 +2,14 @@
 
 import contextlib
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import start
+from tests.xdit.test_pipelines import MODELS, SIZE, Run
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
@@ -15,6 +17,51 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import active
+
+
+def count_starts(rank: int) -> list[int]:
+    """Return the starts so far after an engine is initialized twice, after it ran, and with other options."""
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import initialize_runtime_state
+
+    _, transformer, step = start(rank, depth=1)
+    counts = []
+    with mock.patch.object(startup, "create_session", side_effect=startup.create_session) as created:
+
+        def initialize(config: object) -> None:
+            initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+            counts.append(created.call_count)
+
+        first, other = (
+            xFuserArgs(model="tiny", ulysses_degree=2, use_cocodiff=True, cocodiff_cache="off").create_config()[0]
+            for _ in range(2)
+        )
+        initialize(first)
+        initialize(first)
+        active().runs.begin(1)
+        step()
+        initialize(first)
+        initialize(other)
+    return counts
+
+
+def test_an_engine_that_is_initialized_twice_starts_one_session() -> None:
+    assert ranks.run(count_starts, 2) == [[1, 1, 2, 3]] * 2
+
+
+def starts_of_runner(rank: int) -> tuple[int, str]:
+    """Return the starts of a runner whose pipeline has a wrapper of xDiT, and the class of its transformer."""
+    arguments = ["--model", "SD3.5", "--ulysses_degree", "2", *SIZE, *MODELS["SD3.5"], "--use_cocodiff"]
+    with mock.patch.object(startup, "create_session", side_effect=startup.create_session) as created:
+        run = Run(rank, 2, [*arguments, "--cocodiff_cache", "off"])
+    run()
+    assert active().traffic.calls
+    return created.call_count, active().model
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_runner_with_a_pipeline_wrapper_starts_one_session() -> None:
+    assert ranks.run(starts_of_runner, 2) == [(1, "xFuserSD3Transformer2DWrapper")] * 2
 
 
 def start_lossless(rank: int) -> list[str]:

@@ -6,6 +6,7 @@ It is an attribute of xDiT's runtime state, and ends with it: sessions of one pr
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,8 @@ class Session:
     """Whether xDiT compiles the transformer, whose computation then hides less communication."""
     padding: int = 0
     """Number of zero-padded tokens at the end of the sequence in the current call."""
+    origin: tuple[Any, CocoDiffConfig | None] = (None, None)
+    """xDiT's config and the plugin's that the session was started with."""
     overlap: Overlap = field(default_factory=Overlap)
     """Overlap options that are set; the others are tuned."""
     layers: Layers = field(init=False)
@@ -170,6 +173,11 @@ class Session:
             if self.mesh:
                 self.mesh.comm_stream.close()
             graph_order.restore()
+
+    def was_just_started(self, engine_config: Any, config: CocoDiffConfig | None) -> bool:
+        """Return whether the session was started with these very configs, and no layer or run has used it since."""
+        is_same = config is not None and self.origin[0] is engine_config and self.origin[1] is config
+        return is_same and not (self.layers.signatures or self.runs.newest or self.traffic.calls)
 
     # Tuning.
 

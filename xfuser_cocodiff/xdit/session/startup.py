@@ -65,18 +65,26 @@ def patches(activate: Callable[[Any], None]) -> list[Patch]:
 def _with_session(activate: Callable[[Any], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
-        active().close()
+        # A runner with a pipeline wrapper initializes its engine twice: the wrapper does too.
+        session = active()
+        starts = engine_config is None or not session.was_just_started(engine_config, _config_of(engine_config))
+        if starts:
+            session.close()
         if engine_config is not None and _config_of(engine_config):
             activate(pipeline)  # again: a Ray worker has created no config
         original(pipeline, engine_config)
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
-        begin_session()
+        if starts:
+            begin_session()
+        elif session.virtual:
+            _route_attention_through_usp(pipeline)
         if engine_config is not None and _RUNTIME is not None:
-            _RUNTIME.cocodiff = start_session(pipeline, engine_config)
-            _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
-            _RUNTIME.cocodiff.is_compiled = engine_config.runtime_config.use_torch_compile
-            _RUNTIME.cocodiff.select_kernels()
+            _RUNTIME.cocodiff = session = start_session(pipeline, engine_config) if starts else session
+            session.origin = engine_config, _config_of(engine_config)
+            session.model = type(getattr(pipeline, "transformer", None)).__name__
+            session.is_compiled = engine_config.runtime_config.use_torch_compile
+            session.select_kernels()
 
     return initialize_runtime_state
 
