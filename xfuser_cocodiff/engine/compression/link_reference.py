@@ -107,6 +107,11 @@ class LinkReference:
     def _read(self, stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return from_int8(*stored).to(self._dtype) if self.is_int8 else stored[0]
 
+    def checksums(self) -> list[int]:
+        """Return a 64-bit sum of the stored bytes of each link, which both ends must have in common. The host waits."""
+        stored = [tensor.contiguous().flatten(1).view(torch.uint8) for tensor in (*self._current, *self._previous)]
+        return sum(tensor.sum(1, dtype=torch.int64) for tensor in stored).tolist() if stored else []
+
     @property
     def nbytes(self) -> int:
         """Memory in bytes."""

@@ -25,6 +25,7 @@ from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.precisions import LayerKind, PrecisionChoice
+from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
@@ -70,6 +71,12 @@ class Session:
     """Whether xDiT compiles the transformer, whose computation then hides less communication."""
     padding: int = 0
     """Number of zero-padded tokens at the end of the sequence in the current call."""
+    reference_check: ReferenceCheck | None = None
+    """Self-check that is due after the first step that is encoded; None once it is done, and where there is none."""
+    ranks: list[int] = field(default_factory=list)
+    """Global ranks of the Ulysses group."""
+    ring_ranks: list[int] = field(default_factory=list)
+    """Global ranks of the ring."""
     origin: tuple[Any, CocoDiffConfig | None] = (None, None)
     """xDiT's config and the plugin's that the session was started with."""
     overlap: Overlap = field(default_factory=Overlap)
@@ -276,6 +283,9 @@ class Session:
                 tuner.begin_run()
 
     def _end_step(self) -> None:
+        if self.reference_check and self.reference_check.is_due:
+            check, self.reference_check = self.reference_check, None
+            check.check()
         load = self.runtime.take_load() if self.runtime else None
         if self.schedule_tuner and self._counts_calls() and not is_captured():
             if self.precision_tuner:
@@ -343,6 +353,8 @@ class Session:
         codecs = self.runtime.layer_codecs(
             layer.name, id(layer), layer.branch, sizes, id(root), gathers_kv, in_graph, root.batched_branches
         )
+        if self.reference_check:
+            self.reference_check.note(layer.name, codecs, self.ranks)
         if call is not None and codecs is not None:  # the first call of a layer is not wrapped yet
             call.use_codecs(codecs, self.num_head_groups(call.schedule, codecs))
         return codecs
@@ -371,7 +383,10 @@ class Session:
         if not self._is_encoded(layer):
             return None
         root = layer.root
-        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches)
+        codecs = self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches)
+        if self.reference_check:
+            self.reference_check.note(layer.name, codecs, self.ring_ranks)
+        return codecs
 
     def _is_encoded(self, layer: BaseLayer | None) -> bool:
         """Return whether a layer is encoded in this call."""

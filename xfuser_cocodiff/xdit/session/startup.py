@@ -1,7 +1,7 @@
 """The start of a session with its xDiT engine: process groups, plans and codecs, by the options."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,11 @@ from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_comm
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
+from xfuser_cocodiff.engine.comm import plan_check
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.plan_check import CheckedMesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
@@ -288,7 +291,39 @@ def create_session(
     )
     session.save_tuning()
     session.runtime = _runtime_of(session, is_guided, warning)
+    if values:
+        _check_groups(session, group, ring_group)
     return session
+
+
+def _check_groups(session: Session, group: dist.ProcessGroup, ring_group: dist.ProcessGroup | None) -> None:
+    """Check the plans in use now, and the link references after the first step that is encoded.
+
+    Once in a session is enough, since options, plans and groups stay the same.
+    """
+    from xfuser.core.distributed import get_sp_group
+
+    host_group = get_sp_group().cpu_group
+    for each, setup in ((group, session.comm_setup), (ring_group, session.ring_setup)):
+        if each and setup:
+            rank, size = dist.get_rank(each), dist.get_world_size(each)
+            plan_check.check(list(_checked_meshes(setup, rank, size)), rank, size, host_group)
+    if session.runtime:
+        session.ranks = dist.get_process_group_ranks(group)
+        session.ring_ranks = dist.get_process_group_ranks(ring_group) if ring_group else []
+        session.reference_check = ReferenceCheck(host_group)
+
+
+def _checked_meshes(setup: CommSetup, rank: int, size: int) -> Iterator[CheckedMesh]:
+    """Yield the meshes of a group, and their ranks by number in the group."""
+    yield CheckedMesh(setup.mesh, range(size))
+    if setup.flat_mesh:
+        yield CheckedMesh(setup.flat_mesh, range(size))
+    for partition in {id(each): each for each in (setup.partition, setup.gather)}.values():
+        if partition and partition.fast:
+            by_slow_index = partition.ranks_by_slow_index
+            yield CheckedMesh(partition.slow, [ranks[partition.fast_index] for ranks in by_slow_index])
+            yield CheckedMesh(partition.fast, by_slow_index[partition.slow_index])
 
 
 def _with_pytorch_kernels(config: CocoDiffConfig) -> CocoDiffConfig:
