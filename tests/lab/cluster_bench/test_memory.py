@@ -33,7 +33,7 @@ from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.full_size import transformer as full_size
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
-from xfuser_cocodiff.lab.simulation.machines import machine_named
+from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
@@ -161,7 +161,7 @@ def coded_run(rank: int, cell: Cell, split: UlyssesRingSplit, capacity: float) -
     slow_but([("wan2.1-14b", 8, 80e9)], itertools.product(RESIDENT, (8, 16), (80e9, 48e9))),
 )
 def test_video_models_fit_wherever_stock_fits(model: str, degree: int, capacity: float) -> None:
-    machine = replace(machine_named("ethernet-100"), node_axes=(("gpu", degree // 2),))
+    machine = replace(MACHINES["ethernet-100"], node_axes=(("gpu", degree // 2),))
     cell, split = Cell(machine, 2, model, 720, blocks=ALL_BLOCKS), UlyssesRingSplit(degree, 1)
     (stock,) = ranks.run(stock_peak, 1, cell, UlyssesRingSplit(8, degree // 8))
     (coded,) = ranks.run(coded_run, 1, cell, split, capacity)

@@ -5,12 +5,17 @@ import subprocess
 import sys
 import time
 import types
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import xfuser  # noqa: F401 (loads the plugin for this machine, before a device is mocked)
 
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -202,19 +207,26 @@ def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.Mon
     from xfuser_cocodiff.engine.comm import stages
 
     called = []
-    monkeypatch.setattr(stages.functional, "all_to_all_single", lambda *args: called.append(("functional", args)))
-    monkeypatch.setattr(stages.dist, "all_to_all_single", lambda *args, **_: called.append(("plain", args)))
-    tensor = torch.zeros(4, 3) if form == "plain" else OnXPU(torch.zeros(4, 3))
-    stages._run_collective(tensor, torch.empty_like(tensor), "group", False)
-    [(name, args)] = called
-    assert name == form
+
+    def record(module: Any, name: str, label: str) -> None:
+        def collective(*args: Any, **_: Any) -> torch.Tensor:
+            called.append((label, args))
+            return torch.zeros(2, 3)
+
+        monkeypatch.setattr(module, name, collective)
+
+    record(stages.functional, "all_to_all_single", "functional")
+    record(stages, "_functional_all_gather", "functional")
+    record(stages.dist, "all_to_all_single", "plain")
+    record(stages, "_all_gather", "plain")
+    plan, group = Plan.flat(Topology.named(node=2)), mock.Mock(size=lambda: 2)
+    one = stages.Stages({plan.stages[0]: group}, timeout=timedelta(seconds=9))
+    tensor = torch.zeros(2, 3) if form == "plain" else OnXPU(torch.zeros(2, 3))
+    one.start(tensor, plan, 0)
+    one.start_gather(tensor, plan, 0)
+    assert [label for label, _ in called] == [form, form]
     if form == "functional":
-        assert args[1:] == (None, None, "group")  # equal splits: others are emulated, intel/torch-xpu-ops#5057
-    called.clear()
-    monkeypatch.setattr(stages.functional, "all_gather_tensor", lambda *args: called.append(("functional", args)))
-    monkeypatch.setattr(stages, "_all_gather", lambda *args, **_: called.append(("plain", args)))
-    stages._run_collective(tensor, torch.empty(2, *tensor.shape), "group", True)
-    assert [name for name, _ in called] == [form]
+        assert called[0][1][1:] == (None, None, group)  # equal splits: others are emulated, intel/torch-xpu-ops#5057
 
 
 class OnXPU(torch.Tensor):
@@ -237,7 +249,7 @@ def test_tensors_on_a_device_use_functional_collectives_only() -> None:
     assert found == {
         ("engine/comm/stages.py", "all_to_all_single"),
         ("xdit/session/session.py", "all_reduce"),
-        ("xdit/session/kernel_check.py", "all_gather_object"),
+        ("engine/comm/rank_results.py", "all_gather_object"),
         ("engine/autotune/tuning_cache.py", "all_gather_object"),
         ("lab/probing/pairwise_links.py", "all_gather"),
         ("lab/accelerator/transport.py", "all_reduce"),
