@@ -1,11 +1,14 @@
 """Compile the kernels of messages for a GPU that need not be present, such as sm_90.
 
-    python -m tests.engine.kernels.compile_kernels 90
+    python -m tests.engine.kernels.compile_kernels 90                # messages of all codecs
+    python -m tests.engine.kernels.compile_kernels 90 balanced fast  # what the self-checks of these modes launch
+    python -m tests.engine.kernels.compile_kernels 90 message        # one message of three tensors
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
-Triton backend would launch them with. Prints for each kernel as JSON: what is encoded, the number of fused
-multiply-adds, the widths of memory accesses, registers and stack of a thread, shared memory, the share of the
-multiprocessor's warps that can be resident, and the instructions of the longest loop per value of a thread.
+Triton backend would launch them with, by the Triton that PYTHONPATH has. Prints Triton's version and for each kernel as
+JSON: the number of fused multiply-adds, the widths of memory accesses, registers and stack of a thread, and the share
+of the multiprocessor's warps that can be resident; for messages of given codecs also what is encoded, and the
+instructions of the longest loop per value of a thread.
 """
 
 import json
@@ -13,32 +16,31 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest import mock
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from tests.engine.kernels.case import Case
+from tests.engine.kernels.launches import KERNELS, as_on_accelerators, self_check, set_target
 from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.kernels import triton_kernels
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, MessagePart
 
 TOKENS, HEAD_DIM = 288, 128
-KERNELS = "scores_kernel", "order_kernel", "encode_kernel", "decode_kernel"
 REGISTERS, MAX_WARPS, MAX_BLOCKS, SHARED_BYTES = 2**16, 64, 32, 164 * 1024
 """Limits of a multiprocessor of A100, H100 and B200; the latter two have more shared memory."""
 THREAD_BYTES = 16
 """Bytes of values that a thread has of a tile."""
+THREE_TENSORS = (1.6, 2, 1.6), True, True
 CODED = (
     *(((bits,), False, False) for bits in (1, 1.6, 2, 2.7, 4, 8, None)),
-    *(((1.6,), True, False), ((2.7,), False, True), ((8,), False, True), ((1.6, 2, 1.6), True, True)),
+    *(((1.6,), True, False), ((2.7,), False, True), ((8,), False, True), THREE_TENSORS),
 )
 """Messages: bits of each tensor, whether tokens are selected, and whether a base is subtracted."""
 
@@ -51,10 +53,8 @@ class Compiler:
     """
 
     def __init__(self, capability: int) -> None:
-        target = GPUTarget("cuda", capability, 32)
-        current = {"get_current_target": target, "get_current_device": 0, "get_current_stream": 0}
-        driver.set_active(SimpleNamespace(**{name: lambda *_, each=each: each for name, each in current.items()}))
-        self.compiled: list[triton.compiler.CompiledKernel] = []
+        set_target(capability)
+        self.compiled: dict[int, triton.compiler.CompiledKernel] = {}
         for name in KERNELS:
             setattr(triton_kernels, name, self._compiling(getattr(triton_kernels, name)))
 
@@ -62,11 +62,22 @@ class Compiler:
         """Return a kernel that compiles when it is launched."""
 
         def launcher(grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *values, **options: self.compiled.append(kernel.warmup(*values, grid=grid, **options))
+            return lambda *values, **options: self._add(kernel.warmup(*values, grid=grid, **options))
 
-        compiling = MagicMock()
+        compiling = mock.MagicMock()
         compiling.__getitem__.side_effect = launcher
         return compiling
+
+    def _add(self, kernel: triton.compiler.CompiledKernel) -> None:
+        """Add a kernel to the compiled ones, unless it is there."""
+        self.compiled[id(kernel)] = kernel
+
+    def run_modes(self, modes: Sequence[str]) -> Iterator[dict]:
+        """Yield what is known of the kernels of modes."""
+        with as_on_accelerators():
+            for mode in modes:
+                self_check(mode)
+        yield from map(properties, self.compiled.values())
 
     def run(self, dtype: torch.dtype, bits: tuple[float | None, ...], selects: bool, based: bool) -> Iterator[dict]:
         """Yield what is known of the kernels of a message."""
@@ -88,14 +99,31 @@ class Compiler:
         triton_kernels.decode_all([part._replace(values=case.target) for part in parts])
         if prediction:
             triton_kernels.scores(case.values, prediction, case.local_slots, base)
-        for kernel in self.compiled:
-            ptx = kernel.asm["ptx"]
-            assert "cubin" in kernel.asm
-            widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(?:cg\.)?(\w+(?:\.\w+)?)", ptx)))
-            found = {"kernel": kernel.metadata.name, "type": str(dtype), "bits": bits, "selects": selects}
-            instructions = loop_instructions(kernel) / (THREAD_BYTES / dtype.itemsize)
-            found |= {"base": based, "fused": ptx.count("fma."), "widths": widths, "instructions": instructions}
-            yield found | resources(kernel)
+        for kernel in self.compiled.values():
+            found = {"type": str(dtype), "bits": bits, "selects": selects, "base": based}
+            found["instructions"] = loop_instructions(kernel) / (THREAD_BYTES / dtype.itemsize)
+            yield found | properties(kernel)
+
+
+def properties(kernel: triton.compiler.CompiledKernel) -> dict[str, Any]:
+    """Return the name of a kernel, its fused operations, its widths of memory accesses, and what it occupies."""
+    ptx = kernel.asm["ptx"]
+    assert "cubin" in kernel.asm
+    widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(?:cg\.)?(\w+(?:\.\w+)?)", ptx)))
+    return {"kernel": kernel.metadata.name, "fused": fused_operations(ptx), "widths": widths} | resources(kernel)
+
+
+def fused_operations(ptx: str) -> int:
+    """Return the number of multiply-adds in a kernel.
+
+    Before sm_90, bfloat16 values are added by a multiply-add with a factor of 1 or -1, and multiplied by one that adds
+    -0, which round as the single operations do.
+    """
+    single = {"0x3F80", "0xBF80", "0x8000", str(0x3F803F80), str(0xBF80BF80 - 2**32), str(0x80008000 - 2**32)}
+    constants = {name for name, value in re.findall(r"mov\.b(?:16|32)\s+(%\w+), (\S+);", ptx) if value in single}
+    fused = re.findall(r"fma\.rn\.(\w+)\S*\s+%\w+, (%\w+), (%\w+), (%\w+);", ptx)
+    assert len(fused) == ptx.count("fma.")
+    return sum(not (kind.startswith("bf16") and constants & set(operands)) for kind, *operands in fused)
 
 
 def dump(kernel: triton.compiler.CompiledKernel, what: str) -> str:
@@ -126,10 +154,33 @@ def resources(kernel: triton.compiler.CompiledKernel) -> dict[str, float]:
     return {"registers": registers, "stack": stack, "occupancy": min(1.0, blocks * warps / MAX_WARPS)}
 
 
+def hashed_constants(launch: Callable[[], object]) -> int:
+    """Return the number of constants that launches hash one by one, in Python."""
+    count, hash_of = 0, tl.constexpr.__hash__
+
+    def counted(constant: tl.constexpr) -> int:
+        nonlocal count
+        count += 1
+        return hash_of(constant)
+
+    with mock.patch.object(tl.constexpr, "__hash__", counted):
+        launch()
+    return count
+
+
 def main() -> None:
-    compiler = Compiler(int(sys.argv[1]))
-    messages = [(torch.bfloat16, *message) for message in CODED] + [(torch.float32, *CODED[0])]
-    print(json.dumps([row for message in messages for row in compiler.run(*message)]))
+    compiler, what = Compiler(int(sys.argv[1])), sys.argv[2:]
+    if what == ["message"]:
+        rows = compiler.run(torch.bfloat16, *THREE_TENSORS)
+    elif what:
+        rows = compiler.run_modes(what)
+    else:
+        messages = [(torch.bfloat16, *message) for message in CODED] + [(torch.float32, *CODED[0])]
+        rows = (row for message in messages for row in compiler.run(*message))
+    found = {"triton": triton.__version__, "kernels": list(rows)}
+    if what == ["message"]:
+        found["hashed"] = hashed_constants(lambda: list(compiler.run(torch.bfloat16, *THREE_TENSORS)))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

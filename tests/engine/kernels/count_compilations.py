@@ -10,24 +10,18 @@ self-check of a mode has, and how many more there are in runs after it.
 import json
 import sys
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
-from xfuser_cocodiff.engine import kernels
+from tests.engine.kernels.launches import KERNELS, as_on_accelerators, self_check, set_target
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import codec_check, message, modes
-from xfuser_cocodiff.engine.compression import codecs as coding
+from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.loopback import Loopback
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.kernels import triton_kernels
 
-KERNELS = "scores_kernel", "order_kernel", "encode_kernel", "decode_kernel"
 SHAPES = (  # slots, groups, heads, tokens, head dim
     (2, 4, 3, 144, 128),
     (2, 1, 6, 288, 128),
@@ -81,9 +75,8 @@ def run(mode: str, total: int, is_guided: bool, messages: tuple[str, ...], shape
 
 
 def main() -> None:
-    mode, target = sys.argv[1], GPUTarget("cuda", 90, 32)
-    current = {"get_current_target": target, "get_current_device": 0, "get_current_stream": 0}
-    driver.set_active(SimpleNamespace(**{name: lambda *_, each=each: each for name, each in current.items()}))
+    mode = sys.argv[1]
+    set_target(90)
     counted = [CountedKernel(getattr(triton_kernels, name)) for name in KERNELS]
     for name, kernel in zip(KERNELS, counted, strict=True):
         setattr(triton_kernels, name, kernel)
@@ -91,17 +84,8 @@ def main() -> None:
     def count() -> int:
         return sum(kernel.count for kernel in counted)
 
-    def send_checked(choice: str, layer: Loopback, values: Mapping, codecs: Mapping, step: int) -> None:
-        layer.send(values, codecs, seed=step)
-
-    with (
-        mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON),
-        mock.patch.object(codec_check, "_failure_of_step", send_checked),
-        mock.patch.object(message, "_carries_flag", lambda buffer: False),  # as on accelerators
-        mock.patch.object(coding, "_without_ones", lambda scales: scales),
-    ):
-        failure = codec_check.failure(kernels.AUTO, mode, None, torch.device("cpu"), tokens=64)
-        assert failure is None, failure
+    with as_on_accelerators():
+        self_check(mode)
         found = {"self-check": count(), "runs": {}}
         for total in (50, 20):
             for is_guided in (False, True):

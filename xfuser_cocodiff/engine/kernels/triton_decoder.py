@@ -18,43 +18,45 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import (
 
 
 @triton.jit
-def decode_kernel(tensors, scale_table):
+def decode_kernel(tensors, codecs: tl.constexpr, scale_table):
     """Decode tensors into their targets, and write their new references.
 
     Args:
         tensors: a TensorArguments for each tensor.
+        codecs: the CodecConstants of each tensor.
         scale_table: scale of each code, float32 (256).
     """
     first = 0
-    for number in tl.static_range(len(tensors)):
+    for number in tl.static_range(len(codecs)):
         program = tl.program_id(0) - first
         if (program >= 0) & (program < read_size(tensors[number].programs)):
-            _decode_rows(tensors[number], program, scale_table)
+            _decode_rows(tensors[number], codecs, number, program, scale_table)
         first += read_size(tensors[number].programs)
 
 
 @triton.jit
-def _decode_rows(tensor, program, scale_table):
+def _decode_rows(tensor, codecs: tl.constexpr, index: tl.constexpr, program, scale_table):
     """Decode the rows of a program into the new reference and the target; see :func:`triton_encoder._encode_rows`."""
-    link, number, sending = locate_program(tensor, program)
+    codec: tl.constexpr = codecs[index]
+    link, number, sending = locate_program(tensor, codec, program)
     if tensor.order is not None:
         if number < sending:
-            _decode_tiles(tensor, link, number, scale_table, True)
+            _decode_tiles(tensor, codec, link, number, scale_table, True)
         else:
-            _decode_tiles(tensor, link, number - sending, scale_table, False)
+            _decode_tiles(tensor, codec, link, number - sending, scale_table, False)
     else:
-        _decode_tiles(tensor, link, number, scale_table, True)
+        _decode_tiles(tensor, codec, link, number, scale_table, True)
 
 
 @triton.jit
-def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
+def _decode_tiles(tensor, codec: tl.constexpr, link, number, scale_table, sends: tl.constexpr):
     """Decode rows that were all sent, or predict rows none of which was."""
-    levels: tl.constexpr = tensor.code.levels
-    per_byte: tl.constexpr = tensor.code.per_byte
-    size: tl.constexpr = tensor.code.row_tokens * tensor.code.dim
-    block: tl.constexpr = tensor.code.block
-    block_rows: tl.constexpr = tensor.code.block_rows
-    is_across_rows: tl.constexpr = tensor.code.is_across_rows
+    levels: tl.constexpr = codec.levels
+    per_byte: tl.constexpr = codec.per_byte
+    size: tl.constexpr = codec.row_tokens * codec.dim
+    block: tl.constexpr = codec.block
+    block_rows: tl.constexpr = codec.block_rows
+    is_across_rows: tl.constexpr = codec.is_across_rows
     slot = link + (link >= read_size(tensor.local_start)) * read_size(tensor.local_count)
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
     gain = 0
@@ -65,15 +67,15 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
     column = tl.arange(0, block)
     packed = tl.zeros([block_rows, block], tl.int32)
     if sends and is_across_rows:
-        rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // tensor.code.row_tokens)
+        rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // codec.row_tokens)
         index = number * block_rows + tl.arange(0, block_rows)
         inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
         packed = tl.load(message + index.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0)
         packed = packed.to(tl.int32)
     for tile in range(tensor.tiles):
-        row, valid, group, head, first_token, start = locate_rows(tensor, link, number, tile, sends)
+        row, valid, group, head, first_token, start = locate_rows(tensor, codec, link, number, tile, sends)
         inside, offset = valid[:, None] & (column < size)[None, :], start[:, None] + column[None, :]
-        token, inner = tokens_of(first_token, column, tensor.code.dim, tensor.code.row_tokens)
+        token, inner = tokens_of(first_token, column, codec.dim, codec.row_tokens)
         if tensor.reference is not None:
             predicted, _, _ = predict(tensor.reference, tensor.previous, offset, inside, gain)
             decoded = predicted
@@ -88,10 +90,10 @@ def _decode_tiles(tensor, link, number, scale_table, sends: tl.constexpr):
                     byte = tl.load(pointers, mask=inside, other=0).to(tl.int32)
                     level = (byte >> (column % per_byte * (8 // per_byte))[None, :]) & (levels - 1)
                 code = tl.load(message + read_size(tensor.scales_offset) + row, mask=valid, other=0).to(tl.int32)
-                width = tl.load(scale_table + code)[:, None] * tensor.code.level_width
+                width = tl.load(scale_table + code)[:, None] * codec.level_width
                 channel_scales = 1.0
                 if tensor.channel_scales is not None:
-                    channel_scales = load_channel_scales(tensor, link, head, inner, inside)
+                    channel_scales = load_channel_scales(tensor, codec.dim, link, head, inner, inside)
                 decoded = dequantize(level, width, channel_scales, predicted, (levels - 1) / 2)
             else:
                 decoded = tl.load(message + row.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0.0)

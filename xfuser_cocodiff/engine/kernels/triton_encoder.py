@@ -34,55 +34,59 @@ _SUMS_BLOCK = tl.constexpr(256)
 
 
 @triton.jit
-def encode_kernel(tensors, scale_table, sums, energies, counters):
+def encode_kernel(tensors, codecs: tl.constexpr, scale_table, sums, energies, counters):
     """Encode tensors, and write their new references and the sums over their values.
 
     Args:
         tensors: a TensorArguments for each tensor.
+        codecs: the CodecConstants of each tensor.
         scale_table: scale of each code, float32 (256).
         sums: float32 (programs, 4): sums of each program.
         energies: float32 (number of tensors, 2), written: error energy and value energy.
         counters: int32 (number of tensors or more): zeros, and zeros again when the kernel ends.
     """
     first = 0
-    for number in tl.static_range(len(tensors)):  # a variable for the tensor would hold no constants
+    for number in tl.static_range(len(codecs)):  # a variable for the tensor would hold no constants
         program = tl.program_id(0) - first  # the grid has one dim: CUDA limits the others to 65,535 programs
         if (program >= 0) & (program < read_size(tensors[number].programs)):
-            _encode_rows(tensors[number], program, scale_table, sums + 4 * tl.program_id(0))
+            _encode_rows(tensors[number], codecs, number, program, scale_table, sums + 4 * tl.program_id(0))
             if tensors[number].reference is not None:
                 _reduce_in_last_program(tensors[number], sums + 4 * first, energies + 2 * number, counters + number)
         first += read_size(tensors[number].programs)
 
 
 @triton.jit
-def _encode_rows(tensor, program, scale_table, sums):
+def _encode_rows(tensor, codecs: tl.constexpr, index: tl.constexpr, program, scale_table, sums):
     """Encode the rows of a program, and write their new reference.
 
     Args:
         tensor: the tensor.
+        codecs: the CodecConstants of each tensor.
+        index: index of the tensor.
         program: index of the program among those of the tensor.
         scale_table: scale of each code, float32 (256).
         sums: float32 (4), written: error energy, value energy, numerator and denominator of the gain.
     """
-    link, number, sending = locate_program(tensor, program)
+    codec: tl.constexpr = codecs[index]
+    link, number, sending = locate_program(tensor, codec, program)
     if tensor.order is not None:
         if number < sending:
-            _encode_tiles(tensor, link, number, scale_table, sums, True)
+            _encode_tiles(tensor, codec, link, number, scale_table, sums, True)
         else:
-            _encode_tiles(tensor, link, number - sending, scale_table, sums, False)
+            _encode_tiles(tensor, codec, link, number - sending, scale_table, sums, False)
     else:
-        _encode_tiles(tensor, link, number, scale_table, sums, True)
+        _encode_tiles(tensor, codec, link, number, scale_table, sums, True)
 
 
 @triton.jit
-def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
+def _encode_tiles(tensor, codec: tl.constexpr, link, number, scale_table, sums, sends: tl.constexpr):
     """Encode rows that are all sent, or predict rows none of which is; see :func:`_encode_rows`."""
-    levels: tl.constexpr = tensor.code.levels
-    per_byte: tl.constexpr = tensor.code.per_byte
-    size: tl.constexpr = tensor.code.row_tokens * tensor.code.dim
-    block: tl.constexpr = tensor.code.block
-    block_rows: tl.constexpr = tensor.code.block_rows
-    is_across_rows: tl.constexpr = tensor.code.is_across_rows
+    levels: tl.constexpr = codec.levels
+    per_byte: tl.constexpr = codec.per_byte
+    size: tl.constexpr = codec.row_tokens * codec.dim
+    block: tl.constexpr = codec.block
+    block_rows: tl.constexpr = codec.block_rows
+    is_across_rows: tl.constexpr = codec.is_across_rows
     slot = link + (link >= read_size(tensor.local_start)) * read_size(tensor.local_count)
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
     gain = 0
@@ -97,7 +101,7 @@ def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
     if _CAN_DISABLE_LICM:  # hoisted invariants would take registers
         for tile in tl.range(tensor.tiles, disable_licm=True):
             level, error, energy, moved, changed = _encode_tile(
-                tensor, slot, link, number, tile, message, gain, scale_table, sends
+                tensor, codec, slot, link, number, tile, message, gain, scale_table, sends
             )
             packed, weight = packed + level * weight, weight * levels
             error_energy, value_energy = error_energy + error, value_energy + energy
@@ -105,13 +109,13 @@ def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
     else:
         for tile in range(tensor.tiles):
             level, error, energy, moved, changed = _encode_tile(
-                tensor, slot, link, number, tile, message, gain, scale_table, sends
+                tensor, codec, slot, link, number, tile, message, gain, scale_table, sends
             )
             packed, weight = packed + level * weight, weight * levels
             error_energy, value_energy = error_energy + error, value_energy + energy
             numerator, denominator = numerator + moved, denominator + changed
     if sends and is_across_rows:
-        rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // tensor.code.row_tokens)
+        rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // codec.row_tokens)
         index = number * block_rows + tl.arange(0, block_rows)
         inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
         tl.store(message + index.to(tl.int64)[:, None] * size + column[None, :], packed.to(tl.uint8), mask=inside)
@@ -123,11 +127,14 @@ def _encode_tiles(tensor, link, number, scale_table, sums, sends: tl.constexpr):
 
 
 @triton.jit
-def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, sends: tl.constexpr):
+def _encode_tile(
+    tensor, codec: tl.constexpr, slot, link, number, tile, message, gain, scale_table, sends: tl.constexpr
+):
     """Encode a tile, and write its new reference, its scales, and its levels unless bytes go across rows.
 
     Args:
         tensor: the tensor.
+        codec: its CodecConstants.
         slot, link: slot and link of the rows.
         number, tile: see :func:`triton_tensors.locate_rows`.
         message: pointer to the link's payload.
@@ -139,18 +146,18 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
         Levels, int32 (rows, columns), and sums over each row, float32 (rows): error energy, value energy, numerator and
         denominator of the gain.
     """
-    levels: tl.constexpr = tensor.code.levels
-    size: tl.constexpr = tensor.code.row_tokens * tensor.code.dim
-    column = tl.arange(0, tensor.code.block)
-    level = tl.zeros([tensor.code.block_rows, tensor.code.block], tl.int32)
+    levels: tl.constexpr = codec.levels
+    size: tl.constexpr = codec.row_tokens * codec.dim
+    column = tl.arange(0, codec.block)
+    level = tl.zeros([codec.block_rows, codec.block], tl.int32)
     errors, moved, changed = (
-        tl.zeros([tensor.code.block_rows], tl.float32),
-        tl.zeros([tensor.code.block_rows], tl.float32),
-        tl.zeros([tensor.code.block_rows], tl.float32),
+        tl.zeros([codec.block_rows], tl.float32),
+        tl.zeros([codec.block_rows], tl.float32),
+        tl.zeros([codec.block_rows], tl.float32),
     )
-    row, valid, group, head, first_token, start = locate_rows(tensor, link, number, tile, sends)
+    row, valid, group, head, first_token, start = locate_rows(tensor, codec, link, number, tile, sends)
     inside, offset = valid[:, None] & (column < size)[None, :], start[:, None] + column[None, :]
-    token, inner = tokens_of(first_token, column, tensor.code.dim, tensor.code.row_tokens)
+    token, inner = tokens_of(first_token, column, codec.dim, codec.row_tokens)
     outer = row_start(
         slot, group[:, None], head[:, None], token,
         tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token,
@@ -178,13 +185,13 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
             residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
             residual, channel_scales = tl.where(inside, residual, 0.0), 1.0
             if tensor.channel_scales is not None:
-                channel_scales = load_channel_scales(tensor, link, head, inner, inside)
+                channel_scales = load_channel_scales(tensor, codec.dim, link, head, inner, inside)
                 residual = divide_by_power(residual, channel_scales)
-            level, code, width = _quantize(residual, scale_table, tensor.reference_norm, tensor.code)
+            level, code, width = _quantize(residual, scale_table, tensor.reference_norm, codec)
             decoded = dequantize(level, width, channel_scales, predicted, (levels - 1) / 2)
             level = tl.where(inside, level, 0)
-            if not tensor.code.is_across_rows:
-                _store_row_bytes(message, row, valid, level, size, levels, tensor.code.per_byte)
+            if not codec.is_across_rows:
+                _store_row_bytes(message, row, valid, level, size, levels, codec.per_byte)
             tl.store(message + read_size(tensor.scales_offset) + row, code.to(tl.uint8), mask=valid)
         else:
             tl.store(message + row.to(tl.int64)[:, None] * size + column[None, :], value, mask=inside)
@@ -199,26 +206,26 @@ def _encode_tile(tensor, slot, link, number, tile, message, gain, scale_table, s
 
 
 @triton.jit
-def _quantize(residual, scale_table, reference_norm, how):
+def _quantize(residual, scale_table, reference_norm, codec: tl.constexpr):
     """Return the level of each residual, and the code of the scale and the width of the levels of each row.
 
     Args:
         residual: float32 (rows, columns), 0 where there is no value.
         scale_table: scale of each code, float32 (256).
         reference_norm: see :class:`TensorArguments`.
-        how: the CodecConstants.
+        codec: its CodecConstants.
     """
-    levels: tl.constexpr = how.levels
+    levels: tl.constexpr = codec.levels
     energy = tl.sum(residual * residual, 1)
     largest = tl.max(tl.abs(residual), 1)
-    if how.by_maximum:
+    if codec.by_maximum:
         code = tl.ceil(tl.log2(largest * reference_norm) * _PER_OCTAVE) + _ORIGIN
     else:
         scale = tl.maximum(tl.sqrt(energy) * reference_norm, largest * _PEAK_SHARE)
         code = tl.floor(tl.log2(scale) * _PER_OCTAVE + _ORIGIN + 0.5)
     code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
     code = tl.where(energy < float("inf"), code, _NOT_FINITE).to(tl.int32)
-    width = tl.load(scale_table + code)[:, None] * how.level_width
+    width = tl.load(scale_table + code)[:, None] * codec.level_width
     if levels > 6:
         level = tl.floor(tl.div_rn(residual, width))
         level = tl.where(level == level, level, 0.0) + levels // 2
@@ -227,7 +234,8 @@ def _quantize(residual, scale_table, reference_norm, how):
         edge = tl.maximum(width, _MIN_WIDTH)
         level = tl.zeros(residual.shape, tl.int32)
         for number in tl.static_range(1, levels):
-            level += (residual >= (number - levels / 2) * edge).to(tl.int32)
+            limit = edge * (number - levels / 2)  # Triton 3.7 and 3.8 do not interpret a constant times a tensor
+            level += (residual >= limit).to(tl.int32)
         level = tl.where((code == _NOT_FINITE)[:, None], levels // 2, level)
     return level, code, width
 

@@ -67,13 +67,13 @@ def scores(
 def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     """Encode the tensors of a message and write their payloads; see the package."""
     assert len(parts) <= _MAX_TENSORS
-    tensors = tuple(map(_sender_arguments, parts))
+    tensors, codecs = zip(*map(_sender_arguments, parts), strict=True)
     device, programs = parts[0].values.device, _num_programs(tensors)
     sums, energies = torch.empty(programs, 4, device=device), torch.empty(len(parts), 2, device=device)
     counters = _counters(device, _current_stream(device))
     try:
         scale_table = quantize.scale_table(device)
-        encode_kernel[(programs,)](tensors, scale_table, sums, energies, counters, **_encoder_options())
+        encode_kernel[(programs,)](tensors, codecs, scale_table, sums, energies, counters, **_encoder_options())
     except BaseException:
         _counters.cache_clear()  # programs may have counted
         raise
@@ -89,8 +89,9 @@ def decode_all(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
     """Decode the payloads of a message into its targets and return the new link references; see the package."""
     targets = [part.values for part in parts]
     written = [each if each.stride(-1) == 1 else torch.empty_like(each).contiguous() for each in targets]
-    tensors = tuple(map(_arguments, parts, written))
-    decode_kernel[(_num_programs(tensors),)](tensors, quantize.scale_table(targets[0].device), **_LAUNCH_OPTIONS)
+    tensors, codecs = zip(*map(_arguments, parts, written), strict=True)
+    scale_table = quantize.scale_table(targets[0].device)
+    decode_kernel[(_num_programs(tensors),)](tensors, codecs, scale_table, **_LAUNCH_OPTIONS)
     for part, each in zip(parts, written, strict=True):
         if each is not part.values:
             write_remote_slots(part.values, remote_slots(each, part.local_slots), part.local_slots)
@@ -115,21 +116,22 @@ def decode(
     return decode_all([MessagePart(target, prediction, bits, active, payload, *rest, **named)])[0]
 
 
-def _sender_arguments(part: MessagePart) -> TensorArguments:
+def _sender_arguments(part: MessagePart) -> tuple[TensorArguments, CodecConstants]:
     """Return the encoder's arguments for a tensor."""
-    arguments, grid = _arguments(part, _with_contiguous_rows(part.values)), _grid(part.bits)
-    size = arguments.code.row_tokens.value * part.values.shape[-1]
+    (arguments, codec), grid = _arguments(part, _with_contiguous_rows(part.values)), _grid(part.bits)
+    size = codec.row_tokens.value * part.values.shape[-1]
     gains = None
     if arguments.previous is not None:
         gains = torch.empty(len(arguments.new_reference), dtype=torch.uint8, device=part.values.device)
-    return arguments._replace(
+    arguments = arguments._replace(
         next_gains=gains,
         reference_norm=1 / grid.reach if grid.by_maximum else size**-0.5,
         stride_sample=unspecialized(sample_stride(part.values.shape[3])),
     )
+    return arguments, codec
 
 
-def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
+def _arguments(part: MessagePart, values: torch.Tensor) -> tuple[TensorArguments, CodecConstants]:
     """Return the kernels' arguments for a tensor, with memory for its new reference.
 
     Args:
@@ -146,10 +148,10 @@ def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
         raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
     sent = tokens if active is None else active.count
     row_tokens = 1 if bits is None else quantize.tokens_per_row(bits, dim, tokens, active is None)
-    code, pairs = _code(bits, dim, row_tokens, _TILE_BYTES // values.itemsize), groups * heads
+    codec, pairs = _codec(bits, dim, row_tokens, _TILE_BYTES // values.itemsize), groups * heads
     gain_offset = payload.shape[1] - GAIN_BYTES if part.sends_gain else None
     payload = view_bytes(payload, values.dtype) if bits is None else payload
-    rows, program_rows = pairs * sent // row_tokens, code.block_rows.value * code.tiles.value
+    rows, program_rows = pairs * sent // row_tokens, codec.block_rows.value * codec.tiles.value
     offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
     programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
     prediction = part.prediction or (None, None, None, None)
@@ -159,9 +161,9 @@ def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
         None if gain_offset is None else unspecialized(gain_offset),
         values.new_empty(links, groups, heads, tokens, dim),
         *map(unspecialized, (links, groups, heads, tokens, sent, *_local_arguments(part.local_slots, links))),
-        unspecialized(links * programs), code.tiles.value, code,
+        unspecialized(links * programs), codec.tiles.value,
     )  # fmt: skip
-    return TensorArguments(*fields)
+    return TensorArguments(*fields), codec
 
 
 @functools.cache
@@ -179,7 +181,7 @@ def _num_programs(tensors: Sequence[TensorArguments]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)  # for every tensor of every message
-def _code(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> CodecConstants:
+def _codec(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> CodecConstants:
     """Return how rows of some tokens are encoded.
 
     Args:

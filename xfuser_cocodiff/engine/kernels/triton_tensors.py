@@ -4,6 +4,7 @@ A row is a token of a head, or several tokens if heads are small. A program proc
 all of them are sent, or none is. Multiply and add are never fused: encoder and decoder must compute the same bits.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,13 @@ UNIT_GAIN = tl.constexpr(float(GAIN_STEPS))
 """A gain of 1, as it is sent and stored."""
 
 
-class CodecConstants(NamedTuple):
-    """How a tensor is encoded, as constants of the compiler."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CodecConstants:
+    """How a tensor is encoded, as constants of the compiler.
+
+    A launch hashes only the identity of these objects. They are an argument of their own: before Triton 3.7 a tuple of
+    TensorArguments has no length, and 3.5 loses the constants within.
+    """
 
     levels: tl.constexpr
     """Number of quantization levels; 0 if values are sent unchanged."""
@@ -112,7 +118,6 @@ class TensorArguments(NamedTuple):
     """Number of programs of this tensor, a multiple of L."""
     tiles: int
     """Tiles of a program; not a constant, so that loops are not unrolled, which would take registers."""
-    code: CodecConstants
     next_gains: torch.Tensor | None = None
     """Gains for the next step, uint8 (L), written by the encoder if there is a previous reference."""
     reference_norm: float | None = None
@@ -129,21 +134,21 @@ def read_size(passed):
 
 
 @triton.jit
-def locate_program(tensor, program):
+def locate_program(tensor, codec: tl.constexpr, program):
     """Return the link of a program, its number among those of the link, and how many of these send rows."""
-    row_tokens: tl.constexpr = tensor.code.row_tokens
-    rows_per_program: tl.constexpr = tensor.code.block_rows * tensor.code.tiles
-    rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // row_tokens)
+    rows_per_program: tl.constexpr = codec.block_rows * codec.tiles
+    rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // codec.row_tokens)
     programs = read_size(tensor.programs) // read_size(tensor.links)
     return program // programs, program % programs, tl.cdiv(rows, rows_per_program)
 
 
 @triton.jit
-def locate_rows(tensor, link, number, tile, sends: tl.constexpr):
+def locate_rows(tensor, codec: tl.constexpr, link, number, tile, sends: tl.constexpr):
     """Return where the rows of a tile are.
 
     Args:
         tensor: the tensor.
+        codec: its CodecConstants.
         link: link of the rows.
         number: number of the program among those of the link whose rows are sent, or are not.
         tile: number of the tile in the program.
@@ -153,26 +158,24 @@ def locate_rows(tensor, link, number, tile, sends: tl.constexpr):
         Index of each row among those of the link that are sent, or are not; whether it exists; its group, head and
         first token; and the offset of its first value in a reference.
     """
-    row_tokens: tl.constexpr = tensor.code.row_tokens
-    block_rows: tl.constexpr = tensor.code.block_rows
-    index = tl.arange(0, block_rows)
-    if tensor.code.is_across_rows:
-        row = (number * block_rows + index) * tensor.code.tiles + tile
+    index = tl.arange(0, codec.block_rows)
+    if codec.is_across_rows:
+        row = (number * codec.block_rows + index) * codec.tiles + tile
     else:
-        row = (number * tensor.code.tiles + tile) * block_rows + index
+        row = (number * codec.tiles + tile) * codec.block_rows + index
     groups, heads, tokens = read_size(tensor.groups), read_size(tensor.heads), read_size(tensor.tokens)
-    sent = read_size(tensor.active) // row_tokens
+    sent = read_size(tensor.active) // codec.row_tokens
     of_head = sent if sends else tokens - sent
     pair = row // of_head
     group, head, position = pair // heads, pair % heads, row % of_head
     valid = pair < groups * heads
-    token = position * row_tokens
+    token = position * codec.row_tokens
     if tensor.order is not None:
         first = 0 if sends else sent
         order = tensor.order + (link * groups + group) * tokens
         token = tl.load(order + first + position, mask=valid, other=0)
     start = (link * groups * heads + pair).to(tl.int64) * tokens + token
-    return row, valid, group, head, token, start * tensor.code.dim
+    return row, valid, group, head, token, start * codec.dim
 
 
 @triton.jit
@@ -215,9 +218,9 @@ def predict(reference, previous, offsets, inside, gain):
 
 
 @triton.jit
-def load_channel_scales(tensor, link, head, inner, inside):
+def load_channel_scales(tensor, dim: tl.constexpr, link, head, inner, inside):
     """Return the scales of the channels of rows, float32 (rows, columns); `inner` are the channels of the columns."""
-    start = (link * read_size(tensor.heads) + head) * tensor.code.dim
+    start = (link * read_size(tensor.heads) + head) * dim
     return tl.load(tensor.channel_scales + start[:, None] + inner[None, :], mask=inside, other=1.0)
 
 
