@@ -2,11 +2,9 @@
 
 import inspect
 
-import torch
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff.engine.kernels import quantize
 from xfuser_cocodiff.engine.kernels.triton_tensors import (
     UNIT_GAIN,
     dequantize,
@@ -22,15 +20,8 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import (
     zero_not_finite,
 )
 
-_PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantize.PER_OCTAVE)), tl.constexpr(float(quantize.ORIGIN))
-_NOT_FINITE = tl.constexpr(float(quantize.NOT_FINITE))
-_PEAK_SHARE = tl.constexpr(quantize.PEAK_SHARE)
-_MIN_WIDTH = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""Replacement for a width of 0 in comparisons."""
 _CAN_DISABLE_LICM = tl.constexpr("disable_licm" in inspect.signature(tl.range.__init__).parameters)
 """Whether this Triton can keep loop invariants inside of a loop; not those before 3.5."""
-_SUMS_BLOCK = tl.constexpr(256)
-"""Number of programs whose sums are read at once."""
 
 
 @triton.jit
@@ -219,24 +210,24 @@ def _quantize(residual, scale_table, reference_norm, codec: tl.constexpr):
     energy = tl.sum(residual * residual, 1)
     largest = tl.max(tl.abs(residual), 1)
     if codec.by_maximum:
-        code = tl.ceil(tl.log2(largest * reference_norm) * _PER_OCTAVE) + _ORIGIN
+        code = tl.ceil(tl.log2(largest * reference_norm) * codec.per_octave) + codec.origin
     else:
-        scale = tl.maximum(tl.sqrt(energy) * reference_norm, largest * _PEAK_SHARE)
-        code = tl.floor(tl.log2(scale) * _PER_OCTAVE + _ORIGIN + 0.5)
-    code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
-    code = tl.where(energy < float("inf"), code, _NOT_FINITE).to(tl.int32)
+        scale = tl.maximum(tl.sqrt(energy) * reference_norm, largest * codec.peak_share)
+        code = tl.floor(tl.log2(scale) * codec.per_octave + codec.origin + 0.5)
+    code = tl.minimum(tl.maximum(code, 0.0), codec.not_finite - 1.0)
+    code = tl.where(energy < float("inf"), code, codec.not_finite).to(tl.int32)
     width = tl.load(scale_table + code)[:, None] * codec.level_width
     if levels > 6:
         level = tl.floor(tl.div_rn(residual, width))
         level = tl.where(level == level, level, 0.0) + levels // 2
         level = tl.minimum(tl.maximum(level, 0.0), levels - 1.0).to(tl.int32)
     else:  # the same result without a division: one comparison per edge between levels
-        edge = tl.maximum(width, _MIN_WIDTH)
+        edge = tl.maximum(width, codec.min_width)
         level = tl.zeros(residual.shape, tl.int32)
         for number in tl.static_range(1, levels):
             limit = edge * (number - levels / 2)  # Triton 3.7 and 3.8 do not interpret a constant times a tensor
             level += (residual >= limit).to(tl.int32)
-        level = tl.where((code == _NOT_FINITE)[:, None], levels // 2, level)
+        level = tl.where((code == codec.not_finite)[:, None], levels // 2, level)
     return level, code, width
 
 
@@ -268,11 +259,12 @@ def _reduce_in_last_program(tensor, sums, energies, counter):
     if tl.atomic_add(counter, 1, sem="acq_rel") == read_size(tensor.programs) - 1:
         tl.store(counter, 0)
         programs = read_size(tensor.programs) // read_size(tensor.links)
-        index, field = tl.arange(0, _SUMS_BLOCK), tl.arange(0, 4)
+        block: tl.constexpr = 256  # programs whose sums are read at once
+        index, field = tl.arange(0, block), tl.arange(0, 4)
         of_tensor = tl.zeros([4], tl.float32)
         for link in range(read_size(tensor.links)):
-            total = tl.zeros([_SUMS_BLOCK, 4], tl.float32)
-            for first in range(0, programs, _SUMS_BLOCK):
+            total = tl.zeros([block, 4], tl.float32)
+            for first in range(0, programs, block):
                 pointers = sums + 4 * (link * programs + first + index)[:, None] + field[None, :]
                 inside = (first + index < programs)[:, None]  # the first-level cache may not hold other programs' sums
                 total += tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")

@@ -77,11 +77,12 @@ def encode_all(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     except BaseException:
         _counters.cache_clear()  # programs may have counted
         raise
+    figures = energies.flatten().unbind()
     return [
         EncodeResult(tensor.new_reference)
         if part.prediction is None
-        else EncodeResult(tensor.new_reference, of_part[0], of_part[1], tensor.next_gains)
-        for part, tensor, of_part in zip(parts, tensors, energies.unbind(), strict=True)
+        else EncodeResult(tensor.new_reference, figures[2 * number], figures[2 * number + 1], tensor.next_gains)
+        for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
     ]
 
 
@@ -153,7 +154,7 @@ def _arguments(part: MessagePart, values: torch.Tensor) -> tuple[TensorArguments
     payload = view_bytes(payload, values.dtype) if bits is None else payload
     rows, program_rows = pairs * sent // row_tokens, codec.block_rows.value * codec.tiles.value
     offset = 0 if bits is None else quantize.level_bytes(bits, rows, row_tokens * dim)
-    programs = triton.cdiv(rows, program_rows) + triton.cdiv(pairs * (tokens - sent), program_rows)
+    programs = -(-rows // program_rows) - (-pairs * (tokens - sent) // program_rows)  # triton.cdiv takes 2 us
     prediction = part.prediction or (None, None, None, None)
     fields: tuple[Any, ...] = (
         values, *values.stride()[:4], *_base_arguments(part.base), *prediction,
@@ -192,7 +193,10 @@ def _codec(bits: float | None, dim: int, row_tokens: int, tile_values: int) -> C
     """
     grid, block = _grid(bits), triton.next_power_of_2(row_tokens * dim)
     tiles = grid.per_byte if grid.is_across_rows else _TILES
-    fields = *grid, grid.by_maximum, dim, row_tokens, grid.is_across_rows, block, max(1, tile_values // block), tiles
+    fields = (
+        *grid, grid.by_maximum, dim, row_tokens, grid.is_across_rows, block, max(1, tile_values // block), tiles,
+        *_SCALES, torch.finfo(torch.float32).tiny,
+    )  # fmt: skip
     return CodecConstants(*map(tl.constexpr, fields))
 
 
@@ -208,6 +212,7 @@ def _order(active: ActiveTokens) -> torch.Tensor:
     return active.order
 
 
+_SCALES = float(quantize.PER_OCTAVE), float(quantize.ORIGIN), float(quantize.NOT_FINITE), quantize.PEAK_SHARE
 _NO_GRID = quantize.Grid(0, 1, 0.0)
 """Grid of values that are sent unchanged."""
 

@@ -45,6 +45,13 @@ class CodecConstants:
     """Rows of a tile."""
     tiles: tl.constexpr
     """Tiles of a program; if bytes go across rows, tile k has the k-th row of each byte."""
+    per_octave: tl.constexpr
+    """PER_OCTAVE of :mod:`quantize`, as are the next three; a launch compares global variables of kernels in Python."""
+    origin: tl.constexpr
+    not_finite: tl.constexpr
+    peak_share: tl.constexpr
+    min_width: tl.constexpr
+    """Replacement for a width of 0 in comparisons."""
 
 
 def unspecialized(size: int) -> int:
