@@ -42,5 +42,6 @@ else
     echo "Part 2 is skipped: this machine cannot emulate slow links between nodes. $why"
 fi
 [ -f "$out/report.html" ] || cp "$out/equal-links/report.html" "$out/report.html"
+echo "The demo's model is small: its dB do not carry over to real ones; errors and bits are those of its own values."
 echo "Report: $PWD/$out/report.html"
 exit "$status"

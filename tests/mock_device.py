@@ -129,10 +129,8 @@ class MockKernel:
 
 
 WRITTEN = {
-    "scores_kernel": ("scores",),
-    "order_kernel": ("order",),
-    "encode_kernel": ("payload", "new_reference", "next_gains", "sums", "energies", "counters"),
-    "decode_kernel": ("new_reference", "data"),
+    "encode_kernel": ("payload", "new_reference", "new_codes", "next_gains", "sums", "energies", "counters"),
+    "decode_kernel": ("new_reference", "new_codes", "data"),
 }
 """Arguments that each kernel writes; all other tensors are read."""
 

@@ -35,14 +35,14 @@ def use_capabilities_of(device_type: str) -> None:
 
 def make_tables() -> None:
     """Replace tables that a process creates once, by copies that the host waits for."""
-    scales, maxima = (torch.zeros(size, device=device()) for size in (256, 255))
+    scales = torch.zeros(256, device=device())
     shifts = torch.zeros(8, dtype=torch.uint8, device=device())
-    weights = {grid: torch.zeros(grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
-    digits = {grid: torch.zeros(256, grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
+    weights = {grid: torch.zeros(grid.per_unit, device=device()) for grid in quantize.GRIDS.values()}
+    digits = {grid: torch.zeros(65536, grid.per_unit, device=device()) for grid in quantize.GRIDS.values()}
     gains = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
     quantize.scale_table, quantize._weights = lambda _: scales, lambda grid, _: weights[grid]
     quantize._digits = lambda grid, _: digits[grid]
-    quantize._int8_tables = lambda _: (maxima, scales, scales)
+    quantize.int8_widths = quantize.int8_inverses = lambda _: scales
     active_tokens._shifts = lambda _: shifts
     link_reference._same_gain = lambda gain, links, _: gains[links]
 

@@ -14,7 +14,7 @@ FLOORS = {
     "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
     "lab": (
         *("reporting", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),
-        *("comparison", "tuning", "bench", "one_gpu", "cluster_bench", "soak"),
+        *("comparison", "bench", "one_gpu", "cluster_bench", "soak"),
     ),
 }
 """Packages of each floor, lowest first."""

@@ -11,7 +11,7 @@ FLOORS = {
         "#fff4e0",
         (
             *("models", "emulation", "probing", "accelerator", "simulation", "full_size"),
-            *("comparison", "tuning", "bench", "one_gpu", "cluster_bench", "soak", "reporting"),
+            *("comparison", "bench", "one_gpu", "cluster_bench", "soak", "reporting"),
         ),
     ),
     "xdit": (

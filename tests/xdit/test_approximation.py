@@ -58,10 +58,9 @@ def run_modes(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], to
     found, planned, of = {}, [], ReferenceBytes.of
     ReferenceBytes.of = lambda *arguments: planned.append(of(*arguments)) or planned[-1]
     for name, mode, schedule in (
-        ("8 bit", "balanced", "bits=8,bits_o=8"),
-        ("4 bit", "balanced", "bits=4,bits_o=4"),
-        ("2 bit", "balanced", "bits=2,bits_o=2"),
-        ("half", "balanced", "cached=0.5,bits=4,bits_o=4"),
+        ("8 bit", "balanced", "bits=8"),
+        ("4 bit", "balanced", "bits=4"),
+        ("2 bit", "balanced", "bits=2"),
         ("paper", "paper", None),
     ):
         run.use_mode(mode, schedule=schedule)
@@ -93,19 +92,18 @@ def test_more_bits_are_closer_to_stock(model: str) -> None:
     assert quality["8 bit"] > quality["4 bit"] > quality["2 bit"] > 10
     assert quality["4 bit"] > quality["paper"]
     assert sent["2 bit"] < sent["4 bit"] < sent["8 bit"] < sent["paper"] < 1
-    assert sent["half"] < sent["4 bit"]
 
 
 def run_alone(rank: int, prompt: str) -> torch.Tensor:
     run = LossyRun(rank, 2, "FLUX.1-dev")
-    run.use_mode("fast", "node=2", schedule="cached=0.5")
+    run.use_mode("fast", "node=2")
     return run(prompt=prompt)
 
 
 def run_in_sequence(rank: int) -> list[torch.Tensor]:
     """Return the latents of three runs, and of one after an aborted run."""
     run = LossyRun(rank, 2, "FLUX.1-dev")
-    run.use_mode("fast", "node=2", schedule="cached=0.5")
+    run.use_mode("fast", "node=2")
     found = [run(prompt=prompt) for prompt in ("a cat", "the moon", "a cat")]
     transformer, calls = run.runner.model.pipe.transformer, []
 
@@ -145,7 +143,7 @@ def run_with_step_cache(rank: int, model: str, method: str, config: dict) -> tup
     latents = [fresh_run()]
     run.use_mode("exact", "node=2")
     latents.append(fresh_run())
-    run.use_mode("balanced", "node=2", schedule="bits=8,bits_o=8")
+    run.use_mode("balanced", "node=2", schedule="bits=8")
     latents += [fresh_run(), fresh_run()]
     return latents, [report.exact_bytes for report in run.runtime.reports]
 
@@ -182,7 +180,7 @@ def run_real_or_virtual(rank: int, model: str, world_size: int, plan: str) -> tu
     virtual = whole if world_size == 1 else None
     together = Overlap(v_first=False)  # as a message of its own, V has a flag of its own
     topology, parsed = "flat" if virtual else "2x2", Plan.parse(plan, whole)
-    run.use_mode("balanced", topology, plan=parsed, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
+    run.use_mode("balanced", topology, plan=parsed, virtual=virtual, schedule="bits=2", overlap=together)
     latents = run()
     return stock, latents, sum(report.sent_bytes for report in run.runtime.reports)
 

@@ -3,16 +3,13 @@
 Latents stay close to stock's, with all-to-alls by heads and with gathered K and V.
 """
 
-import json
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import ranks
 from tests.quick import slow_but
@@ -21,10 +18,8 @@ from tests.xdit.test_transformers import CASES, LONG_CONTEXT
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
-from xfuser_cocodiff.engine.compression.codec import Codec, aligned
+from xfuser_cocodiff.engine.compression.codec import LETTERS, Codec, aligned
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.settings.options import MODES
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.engine.compression.step_report import StepReport
@@ -47,10 +42,9 @@ class Coded(NamedTuple):
 
     def byte_fraction(self, step: int) -> float:
         """Return coded bytes over float32 bytes: bits per value, and a byte per row for its scale."""
-        if step in self.keyframes:
-            return (self.head_dim + 1) / (self.head_dim * 4)
+        bits = 8 if step in self.keyframes else BITS
         row_tokens = max(1, 64 // self.head_dim)
-        return (self.head_dim * BITS / 8 + 1 / row_tokens) / (self.head_dim * 4)
+        return (self.head_dim * bits / 8 + 1 / row_tokens) / (self.head_dim * 4)
 
 
 CHAOTIC = 15
@@ -121,7 +115,7 @@ class Coding:
 
     def run_bits(self) -> "list[BitsRun]":
         """Return the runs with :data:`BITS` per value, by exchange."""
-        schedule = f"bits={BITS},bits_o={BITS}"
+        schedule = f"bits={BITS}"
         return [
             BitsRun(self.stock, self.run("balanced", schedule, exchange), self.runtime.reports, self.gathered)
             for exchange in EXCHANGES
@@ -207,30 +201,26 @@ def test_plain_options_gather_where_the_rule_says_so(model: str) -> None:
 FEATURES = [
     None,
     "warmup=0,first=4",
-    "warmup=2,first=exact,refresh=2",
-    "refresh=3,bits=8->2,bits_o=8",
-    "cached=0.8,score=drift,predictor=0",
-    "cached=0.2->1,score=change,bits=4,predictor=auto",
-    "cached=0.5,score=random,predictor=0.5,bits=2.7",
-    "first=8,cached=0.4,score=change",
-    "cached=0.6,bits=2,bits_q=2,bits_o=1.6",
-    "bits_q=1,bits_k=1.6,bits_v=2.7,predictor=auto",
-    "exact={layer}",
-    "@{file}",
-    "@{file},warmup=2,refresh=4,predictor=0.5,exact={layer}",
+    "warmup=2,first=exact",
+    "bits=3.2,predictor=0",
+    "bits=5.3,first=4",
+    "bits=1.6,warmup=0",
+    "bits=1,joint=0",
+    "bits=exact",
+    "exact={layer},bits=2.7",
 ]
-"""Changes to a mode's schedule; a model's first layer and a tuned file are filled in."""
-FIGURES = {**dict.fromkeys("qkv", (4.0, 2.0)), "k": (NOT_SENT, 8.0), "o": (None, 4.0)}
-"""Bits in the schedule file, for the first and the second half of a run."""
+"""Changes to a mode's schedule, with fixed bits; a model's first layer is filled in."""
+OF_PAPER = [None, "refresh=3,cached=0.8", "cached=0.2->1", "warmup=1,cached=0.4,exact={layer}"]
+"""Changes to the mode `paper`."""
 
 
 Case = tuple[str, str | None, str]
 """Mode, feature and exchange."""
 
 
-def codecs_of(schedule: CodecSchedule, step: int, layer: str | None = None) -> Mapping[str, Codec]:
-    """Return the codecs of a step; at the first there is no reference."""
-    return schedule.codecs(step, STEPS, layer) if step else dict.fromkeys(LETTERS, schedule.keyframe_codec)
+def codecs_of(schedule: CodecSchedule, step: int, bits: float | None = None) -> Mapping[str, Codec]:
+    """Return the codecs of a step, at which rate control chose some bits; at the first there is no reference."""
+    return schedule.codecs(step, STEPS, bits) if step else dict.fromkeys(LETTERS, schedule.keyframe_codec)
 
 
 class Messages:
@@ -269,12 +259,12 @@ class Messages:
         coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs
         ulysses.gather = recorded_gather
 
-    def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
-        """Return coded and lossless bytes of each step by a schedule, and forget the exchanges."""
+    def expected(self, schedule: CodecSchedule, bits: list[float | None]) -> list[tuple[int, int]]:
+        """Return coded and lossless bytes of each step by a schedule with these bits, and forget the exchanges."""
         found = [(0, 0)] * STEPS
-        for (step, (layer, *_), *_), (shapes, flags) in self.exchanges.items():
+        for (step, *_), (shapes, flags) in self.exchanges.items():
             names = "".join(shapes)
-            step_codecs = codecs_of(schedule, step, layer)
+            step_codecs = codecs_of(schedule, step, bits[step])
             links = next(iter(shapes.values()))[0]
             size = modes.link_bytes(step_codecs, names, [*shapes.values()], torch.float32) + sum(flags[1:])
             exact = 4 * sum(map(math.prod, shapes.values()))
@@ -283,28 +273,22 @@ class Messages:
         return found
 
 
-def run_features(rank: int, model: str, cases: list[Case], folder: str) -> tuple[list[BitsRun], list[tuple]]:
+def run_features(rank: int, model: str, cases: list[Case]) -> tuple[list[BitsRun], list[tuple]]:
     """Return the runs with :data:`BITS`, and for each case expected lossless steps and bytes, reports and latents."""
     coding, found = Coding(rank, model), []
     messages, bits_runs = Messages(), coding.run_bits()
     layers = sorted(coding.runtime.reports[0].errors)
-    file = Path(folder, "tuned.json")
-    if rank == 0:
-        file.write_text(
-            json.dumps(BitAllocation((0.0, 0.5), dict.fromkeys(layers, FIGURES), 8.0, steps=STEPS).to_json())
-        )
-    dist.barrier()
     messages.exchanges.clear()
     for mode, feature, exchange in cases:
-        overrides = feature and feature.format(layer=layers[0], file=file)
-        is_tuned = feature is not None and feature.startswith("@")  # its file names the mode
-        latents = coding.run(None if is_tuned else mode, overrides, exchange)
-        schedule = modes.preset(mode, STEPS)
+        overrides = feature and feature.format(layer=layers[0])
+        latents = coding.run(mode, overrides, exchange)
+        schedule = modes.PRESETS[mode]
         schedule = CodecSchedule.parse(overrides, schedule) if overrides else schedule
+        bits = [report.bits for report in coding.runtime.reports]
         exact_steps = [all(codec.is_exact for codec in codecs_of(schedule, step).values()) for step in range(STEPS)]
         coded_layers = [layer for layer in layers if not schedule.is_lossless_layer(layer)]
-        check_gathered(coded_layers, coding.gathered, model, BY_HEADS if mode == "paper" and not is_tuned else exchange)
-        results = messages.expected(schedule), coding.runtime.reports, latents
+        check_gathered(coded_layers, coding.gathered, model, BY_HEADS if mode == "paper" else exchange)
+        results = messages.expected(schedule, bits), coding.runtime.reports, latents
         found.append((exact_steps, len(layers) - len(coded_layers), *results, coding.stock))
     return bits_runs, found
 
@@ -313,9 +297,9 @@ TRANSFORMERS = {"Ideogram4": 2}
 """Number of transformers in a step if there are several, whose layers have the same names."""
 
 
-def check_features(model: str, cases: list[Case], folder: Path) -> None:
+def check_features(model: str, cases: list[Case]) -> None:
     lossy = set()
-    bits_runs, feature_runs = zip(*ranks.run(run_features, DEGREE, model, cases, str(folder)), strict=True)
+    bits_runs, feature_runs = zip(*ranks.run(run_features, DEGREE, model, cases), strict=True)
     check_bits(model, bits_runs)
     for rank in feature_runs:
         for case, (exact_steps, exact_layers, expected, reports, latents, stock) in zip(cases, rank, strict=True):
@@ -337,16 +321,16 @@ def cases_of(number: int) -> list[Case]:
 
     Modes and exchanges change from feature to feature, and from model to model.
     """
-    lossy = [mode for mode in MODES[1:] if mode != "auto"]  # whose bits depend on the time of steps
+    features = [("balanced", each) for each in FEATURES] + [("fast", None)] + [("paper", each) for each in OF_PAPER]
     return [
-        (lossy[(number + index) % len(lossy)], feature, EXCHANGES[(number + index) // 2 % 2])
-        for index, feature in enumerate(FEATURES)
+        (*feature, EXCHANGES[(number + index) // 2 % 2])
+        for index, feature in enumerate(features)
         if (number + index) % 2 == 0
     ]
 
 
 @pytest.mark.slow  # test_every_layer_is_coded is quick
 @pytest.mark.parametrize("model", ONE_TRANSFORMER)
-def test_every_mode_with_every_schedule_feature(model: str, tmp_path: Path) -> None:
+def test_every_mode_with_every_schedule_feature(model: str) -> None:
     """Combine modes, features and exchanges over all models; bytes equal the prediction and errors are finite."""
-    check_features(model, cases_of(ONE_TRANSFORMER.index(model)), tmp_path)
+    check_features(model, cases_of(ONE_TRANSFORMER.index(model)))

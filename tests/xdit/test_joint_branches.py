@@ -9,7 +9,7 @@ from tests.xdit.test_traced_codecs import compile_transformer, figures
 
 pytestmark = pytest.mark.usefixtures("hub")
 
-BITS = "bits=8,bits_q=8,bits_o=8"
+BITS = "bits=8"
 
 
 def run_guided(rank: int, model: str, schedule: str, *more: str) -> tuple[float, int, list[tuple], set[str]]:

@@ -84,7 +84,7 @@ def check_coded(run: Run, keyframes: int) -> None:
     from xfuser_cocodiff.xdit.session.session import active
 
     del run.runner.model.pipe.scheduler.__dict__["step"]  # a step of the instance would hide the patched one
-    run.use_mode("balanced", "2x1", schedule="bits=4,bits_o=4")
+    run.use_mode("balanced", "2x1", schedule="bits=4")
     run()
     reports = active().runtime.reports
     bits = [32 * report.sent_bytes / report.exact_bytes for report in reports]

@@ -78,7 +78,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
     return {
         "stock": run(),
         "exact": run(mode="exact", **way),
-        "coded": run(mode="balanced", schedule=f"bits={BITS},bits_o={BITS}", **way),
+        "coded": run(mode="balanced", schedule=f"bits={BITS}", **way),
         "stock again": run(),
     }
 

@@ -13,6 +13,7 @@ from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression.rate_control import LEVELS
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
@@ -59,16 +60,15 @@ def run_eager_and_compiled(rank: int, world_size: int, model: str, how: str) -> 
     }
 
 
-def change_precisions(rank: int) -> tuple[list[tuple], list[tuple], tuple[int, int]]:
-    """Return figures of eager and compiled runs whose precision changes in each step, and graphs before and after."""
+def change_bits(rank: int) -> tuple[list[tuple], list[tuple], tuple[int, int]]:
+    """Return figures of eager and compiled runs whose bits change in each step, and graphs before and after."""
     from torch._dynamo.utils import counters
 
     run = LossyRun(rank, 2, "FLUX.1-dev")
-    run.use_mode("auto", TOPOLOGIES[2])
+    run.use_mode("balanced", TOPOLOGIES[2])
 
     def change() -> list[tuple]:
-        runtime = run.runtime
-        runtime.precision_of = lambda kind: kind.precisions[runtime.step % len(kind.precisions)]
+        run.runtime.fixed_bits = [LEVELS[step % len(LEVELS)] for step in range(STEPS)]
         run()
         return figures(run)
 
@@ -80,8 +80,8 @@ def change_precisions(rank: int) -> tuple[list[tuple], list[tuple], tuple[int, i
 
 
 @pytest.mark.slow  # the runtime looks up codecs in each call, in graphs too
-def test_precisions_change_without_new_graphs() -> None:
-    for eager, compiled, graphs in ranks.run(change_precisions, 2):
+def test_bits_change_without_new_graphs() -> None:
+    for eager, compiled, graphs in ranks.run(change_bits, 2):
         for expected, step in zip(eager, compiled, strict=True):
             assert step[:2] == pytest.approx(expected[:2], rel=1e-2)
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)

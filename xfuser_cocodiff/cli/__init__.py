@@ -12,9 +12,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, soak, tune
+from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, soak
 
-COMMANDS = (compare, env, models, probe, plan, bench, quality, tune, simulate, soak)
+COMMANDS = (compare, env, models, probe, plan, bench, quality, simulate, soak)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="cocodiff",
-        description="Compare, measure and tune CoCoDiff, the plugin that speeds up Ulysses attention in xDiT.",
+        description="Compare and measure CoCoDiff, the plugin that speeds up Ulysses attention in xDiT.",
     )
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli import bench_cluster, bench_frontier, bench_tables, on_ranks
+from xfuser_cocodiff.cli import bench_cluster, bench_tables, on_ranks
 from xfuser_cocodiff.cli.output import fail, write_json
 
 
@@ -16,41 +16,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(subjects)
     bench_cluster.add_parser(subjects)
     bench_tables.add_parser(subjects)
-    bench_frontier.add_parser(subjects)
     _add_kernels(subjects)
-    _add_all(subjects)
-
-
-def _add_all(subjects: Any) -> None:
-    parser = subjects.add_parser(
-        "all",
-        help="reproduce the figures of README and docs/",
-        description="Each run writes a record and its table to a folder. Runs whose records exist are skipped, so an "
-        "interrupted command can be resumed. The machine should be idle.",
-        epilog="Exit status: 1 if a run failed.",
-    )
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, metavar="DIR", help="folder of the records")
-    action.add_argument("--list", action="store_true", help="list the runs")
-    parser.add_argument("--only", metavar="NAMES", help="runs, such as speed,kernels (default: all)")
-    parser.set_defaults(run=_all, parser=parser)
-
-
-def _all(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.lab.bench import suite
-
-    try:
-        runs = suite.select(options.only)
-    except ValueError as error:
-        return fail(str(error))
-    if options.list:
-        for run in runs:
-            print(f"{run.name}: cocodiff {run.command}" + f", on a cluster: {run.cluster}" * bool(run.cluster))
-        return 0
-    failed = suite.execute(runs, options.out)
-    for run in failed:
-        print(f"{run.name} failed; see {options.out / run.name}.log")
-    return 1 if failed else 0
 
 
 def _add_a2a(subjects: Any) -> None:

@@ -134,5 +134,5 @@ def _print_result(comparison: dict[str, Any], out: Path, console: Any) -> None:
             lines.append(f"Traces of {run['name']} for https://ui.perfetto.dev: {out / run['trace']}")
         for tensors, fraction in run["overlap"].items():
             lines.append(f"Communication of {tensors} in {run['name']}: {fraction:.0%} hidden behind kernels.")
-    lines += summary.exchange_lines(comparison)
+    lines += summary.exchange_lines(comparison) + summary.error_lines(comparison)
     console.print("", *lines, "", summary.format_table(comparison), "", summary.sentence(comparison), sep="\n")

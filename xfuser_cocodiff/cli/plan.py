@@ -32,8 +32,13 @@ def add_parser(subparsers: Any) -> None:
         "--cluster",
         help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet-25, ethernet-100, arc-b60",
     )
+    group.add_argument("--mode", help="exact, paper, balanced or fast (default: as in a run without --cocodiff_mode)")
     group.add_argument(
-        "--mode", help="exact, paper, balanced, fast or auto (default: as in a run without --cocodiff_mode)"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="folder of COCODIFF_RECORD in a run in mode balanced or fast, whose change per step sets the bits "
+        "(default: the published change of FLUX.1-dev)",
     )
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     if options.model:
         return _for_model(options)
-    model_options = ("resolution", "degree", "cluster", "mode", "text_tokens", "memory", "tflops")
+    model_options = ("resolution", "degree", "cluster", "mode", "record", "text_tokens", "memory", "tflops")
     if given := [name for name in model_options if getattr(options, name) is not None]:
         return fail(f"--{given[0].replace('_', '-')} requires --model")
     return _for_sizes(options)
@@ -92,7 +97,7 @@ def _for_model(options: argparse.Namespace) -> int:
     names = ("model", "resolution", "degree", "topology", "profile", "cluster", "mode", "steps", "batch", "text_tokens")
     given = {name: getattr(options, name) for name in (*names, "memory")}
     try:
-        record = plan_model.record(**given, teraflops=options.tflops)
+        record = plan_model.record(**given, teraflops=options.tflops, recorded=options.record)
     except ValueError as error:
         return fail(str(error))
     plan_model.show(record)

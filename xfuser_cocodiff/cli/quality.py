@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
         "--mode",
         default="balanced,fast,paper",
         metavar="MODES",
-        help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;bits_o=1 (%(default)s)",
+        help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;predictor=0 (%(default)s)",
     )
     parser.add_argument(
         "--sweep",
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     quality.show(record)
     write_json(options, record)
     if options.plot:
-        frontier.draw([record], options.plot)
+        frontier.draw(record, options.plot)
     if options.sheet:
         quality.draw_pictures(gallery, options.sheet)
     return 0

@@ -92,11 +92,17 @@ def test_attention_equals_attention_on_whole_tensors(sizes: str, slow: tuple[str
 
 
 def run_coded(
-    rank: int, sizes: str, slow: tuple[str, ...], schedule: str, broken: tuple[int, int] | None, budget: int | None
+    rank: int,
+    sizes: str,
+    slow: tuple[str, ...],
+    schedule: str,
+    broken: tuple[int, int] | None,
+    budget: int | None,
+    mode: str = "balanced",
 ) -> tuple[list[float], list[StepReport], int, int]:
     """Return relative errors by step, the reports, the planned size of references, and the bytes on slow axes."""
     mesh, partition = over(sizes, slow)
-    runtime = CodecRuntime(partition, "balanced", schedule, list, memory_budget=budget)
+    runtime = CodecRuntime(partition, mode, schedule, list, memory_budget=budget)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -135,7 +141,7 @@ def test_errors_fall_with_bits_and_bytes_are_those_of_the_codes(sizes: str, slow
     for errors, reports, planned, sent in by_bits[8]:
         assert 0 < max(errors) < 0.02
         assert reports[-1].exact_bytes == (num_slow - 1) * block_bytes
-        assert planned == reports[-1].reference_bytes
+        assert reports[-1].reference_bytes <= planned < 1.1 * reports[-1].reference_bytes
         if len(slow) == 1:
             assert sent == pytest.approx(reports[-1].sent_bytes, rel=0.03)
     for (errors, *_), (coarse, *_) in zip(by_bits[8], by_bits[2], strict=True):
@@ -155,21 +161,20 @@ def test_non_finite_values_are_sent_losslessly_once() -> None:
         assert max(errors[:2] + errors[3:]) < 0.02
 
 
-def test_budget_limits_references_to_8_bits_or_drops_them() -> None:
+def test_a_layer_whose_references_exceed_the_budget_sends_keyframes() -> None:
     share_of = torch.empty(2, HEADS, TOKENS // 4, DIM)
     schedule = CodecRuntime(None, "balanced", None, list).schedule
-    full = ReferenceBytes.of(LayerSizes.of(share_of, share_of, share_of), schedule, 1, 2)
-    for budget, exact_layers in ((full.int8, 0), (full.int8 // 2, 1)):
+    needed = ReferenceBytes.of(LayerSizes.of(share_of, share_of, share_of), schedule, 1, 2)
+    for budget in (needed.predicted, needed.single, needed.single - 1):
         for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):
             assert reports[-1].reference_bytes <= budget
-            assert reports[-1].exact_layers == exact_layers
-            assert max(errors) < (0.03 if exact_layers == 0 else 1e-5)
+            assert reports[-1].exact_layers == 0 and 0 < max(errors) < 0.03
 
 
-@pytest.mark.parametrize("schedule", ["cached=0.5,bits=4", "first=exact,score=change,cached=0.5"])
-def test_k_sends_the_tokens_that_v_selected(schedule: str) -> None:
-    for errors, reports, planned, _ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, None):
-        assert reports[-1].sent_bytes < 0.12 * reports[-1].exact_bytes
+def test_k_sends_the_tokens_that_v_selected() -> None:
+    how = "warmup=1,refresh=0,cached=0.5", None, None, "paper"
+    for errors, reports, planned, _ in ranks.run(run_coded, 4, "2x2", ("node",), *how):
+        assert 0.5 < reports[-1].sent_bytes / reports[-1].exact_bytes < 0.55
         assert reports[-1].reference_bytes <= planned
         assert 0 < reports[-1].error < 0.5 and max(errors) < 0.3
 

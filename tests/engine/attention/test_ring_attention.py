@@ -96,17 +96,23 @@ def test_ring_is_bit_identical_to_pytorch_and_sends_each_block_along_an_axis_onc
 SHARE = LayerSizes(4 * BLOCK_BYTES // 8, BLOCK_BYTES // 8, DIM, 4)
 
 
-def reference_bytes(num_slow: int) -> ReferenceBytes:
+def planned_bytes(num_slow: int) -> ReferenceBytes:
     return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, list).schedule, 1, num_slow)
 
 
 def run_coded(
-    rank: int, sizes: str, slow: tuple[str, ...], schedule: str, broken: tuple[int, int] | None, budget: int | None
+    rank: int,
+    sizes: str,
+    slow: tuple[str, ...],
+    schedule: str,
+    broken: tuple[int, int] | None,
+    budget: int | None,
+    mode: str = "balanced",
 ) -> tuple[list[float], list[StepReport], int, dict[str, int]]:
     """Return relative errors by step, the reports, the planned size of link references, and the bytes sent."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
-    runtime = CodecRuntime(None, "balanced", schedule, list, memory_budget=budget, ring_partition=ring.partition)
+    runtime = CodecRuntime(None, mode, schedule, list, memory_budget=budget, ring_partition=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -140,7 +146,12 @@ def test_blocks_are_encoded_once_for_all_receivers(sizes: str, slow: tuple[str, 
         share = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
         assert share == pytest.approx((8 + 8 / DIM) / 32, rel=0.05)
         assert reports[-1].exact_bytes == (num_slow - 1) * BLOCK_BYTES
-        assert planned == reports[-1].reference_bytes == reference_bytes(num_slow).full
+        assert (
+            reports[-1].reference_bytes
+            <= planned
+            == planned_bytes(num_slow).predicted
+            < 1.1 * reports[-1].reference_bytes
+        )
         across = sum(size for name, size in sent.items() if set(name.split("+")) <= set(slow))
         assert across == pytest.approx(reports[-1].sent_bytes, rel=0.02)
     for (errors, *_), (coarse, *_) in zip(by_bits[8], by_bits[2], strict=True):
@@ -154,20 +165,19 @@ def test_non_finite_values_are_sent_losslessly_once() -> None:
         assert not math.isfinite(errors[2]) and max(errors[:2] + errors[3:]) < 0.02
 
 
-def test_budget_limits_references_to_8_bits_or_drops_them() -> None:
-    for budget, exact_layers in ((reference_bytes(2).int8, 0), (reference_bytes(2).int8 // 2, 1)):
+def test_a_layer_whose_references_exceed_the_budget_sends_keyframes() -> None:
+    for budget in (planned_bytes(2).predicted, planned_bytes(2).single, planned_bytes(2).single - 1):
         for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):
             assert reports[-1].reference_bytes <= budget
-            assert reports[-1].exact_layers == exact_layers
-            assert max(errors) < (0.03 if exact_layers == 0 else 1e-5)
+            assert reports[-1].exact_layers == 0 and 0 < max(errors) < 0.03
 
 
 @pytest.mark.parametrize(
     ("schedule", "max_ratio"),
-    [("cached=0.5,bits=4", 0.095), ("cached=1", 0.02), ("first=exact,score=change,cached=0.5", 0.085)],  # with gaps
+    [("warmup=1,refresh=0,cached=0.5", 0.55), ("warmup=1,refresh=0,cached=1", 0.02)],  # with gaps
 )
 def test_tokens_are_selected_by_their_owner(schedule: str, max_ratio: float) -> None:
-    for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, None):
+    for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, None, "paper"):
         assert reports[-1].sent_bytes < max_ratio * reports[-1].exact_bytes
         assert 0 < reports[-1].error < 0.5 and max(errors) < 0.3
 

@@ -14,7 +14,6 @@ from tests.xdit.attention.test_overlap import start
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.compression.precisions import LOSSLESS, PrecisionChoice
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 TOPOLOGY = Topology.parse("2x2", 4)
@@ -23,8 +22,7 @@ TOPOLOGY = Topology.parse("2x2", 4)
 def cache_in(folder: Path, **machine: str) -> TuningCache:
     profile = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
     machine = {"torch": "1", "degree": 4, **machine}
-    precisions = {"single": PrecisionChoice(LOSSLESS, True), "double": PrecisionChoice(4.0, False)}
-    return TuningCache(machine, profile, {"exact auto A 1": OverlapSchedule(True, 4, flat=True)}, folder, precisions)
+    return TuningCache(machine, profile, {"exact auto A 1": OverlapSchedule(True, 4, flat=True)}, folder)
 
 
 def test_cache_is_read_as_written(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ import torch
 from tests import ranks
 from tests.mock_device import HAS_BACKENDS, MockDevice
 from tests.mock_meshes import GATHERED, SINGLE_STAGE, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
-from tests.quick import covering, once, slow_but
+from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import EXACT, Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
+from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.layer_time import compute
 from xfuser_cocodiff.lab.simulation.scenario import Scenario
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
@@ -30,8 +30,6 @@ pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that s
 
 MAX_LAUNCHES = 12
 """Operations of a coded layer besides its kernels; small ones are dominated by their launch."""
-SELECTION_LAUNCHES = 12
-"""Operations that select tokens, pack and unpack the selection, and number the tokens at both ends."""
 SMALL = (1, 8, 8, 16)
 FLUX = (1, 24, 4608 // 4, 128)
 """Values of FLUX.1-dev at 1024 pixels on one of four ranks."""
@@ -45,6 +43,7 @@ def calls_of(
     dtype: torch.dtype = torch.bfloat16,
     topology: Topology = TOPOLOGY,
     joint: float = 0.0,
+    exact_references: bool = False,
 ) -> list[tuple[Counter[str], Counter[str]]]:
     """Return the launches and the moved bytes of each call of a layer, by operation.
 
@@ -61,6 +60,7 @@ def calls_of(
         for (step, codecs_of), (link_states, leader) in itertools.product(enumerate(codecs_of_steps), branches):
             how = {"single_stage": slow == SINGLE_STAGE, "gathers_kv": slow == GATHERED}
             how |= {"joint": joint, "leader": leader, "keeps_values": bool(joint) and leader is None}
+            how |= {"exact_references": exact_references}
             layer_codecs = LayerCodecs(partition, codecs_of, link_states, CodecStats(), step, **how)
             counted = mock_device.launched, mock_device.moved
             for each in counted:
@@ -79,52 +79,54 @@ def kernels_and_others(counted: Counter[str]) -> tuple[int, int]:
     return kernels, counted.total() - kernels
 
 
-def coded_step(rank: int, slow: str, v_first: bool, share: float, *sizes: object) -> list[tuple[int, int]]:
+def coded_step(rank: int, slow: str, v_first: bool, *sizes: object) -> list[tuple[int, int]]:
     """Return the launches and the moved bytes of a step whose tensors are all coded."""
-    codecs_of = {**dict.fromkeys("qkv", Codec(2, share, predictor=ADAPTIVE)), "o": Codec(1.6, predictor=ADAPTIVE)}
-    counted = calls_of(slow, v_first, [dict.fromkeys("qkvo", EXACT), *[codecs_of] * 3], *sizes)[-1]
+    keyframe, coded = (dict.fromkeys("qkvo", each) for each in (Codec(8, is_keyframe=True), Codec(2, predicts=True)))
+    counted = calls_of(slow, v_first, [keyframe, *[coded] * 3], *sizes)[-1]
     return list(map(kernels_and_others, counted))
 
 
-CASES = [*covering(itertools.product(SLOW, (False, True), [1.0, 0.5]), 2)]
+CASES = [*covering(itertools.product(SLOW, (False, True)), 2)]
 
 
 @pytest.mark.parametrize(
-    ("slow", "v_first", "share"),
-    slow_but([("node", True, 0.5), (GATHERED, False, 1.0)], CASES),
+    ("slow", "v_first"),
+    slow_but([("node", True), (GATHERED, False)], CASES),
 )
-def test_coded_layer_has_few_launches(slow: str, v_first: bool, share: float) -> None:
-    [((kernels, others), _)] = ranks.run(coded_step, 1, slow, v_first, share, SMALL, torch.float32)
+def test_coded_layer_has_few_launches(slow: str, v_first: bool) -> None:
+    [((kernels, others), _)] = ranks.run(coded_step, 1, slow, v_first, SMALL, torch.float32)
     # One launch encodes a message, and one decodes it: Q, K and V together, or V first, and O unless only K and V are
-    # coded. One scores V's tokens, and one puts the selection in order at each end.
-    assert kernels == 2 * (1 + v_first + (slow != GATHERED)) + 3 * (share < 1)
-    assert others <= MAX_LAUNCHES + SELECTION_LAUNCHES * (share < 1)
+    # coded.
+    assert kernels == 2 * (1 + v_first + (slow != GATHERED))
+    assert others <= MAX_LAUNCHES
 
 
 def lossless_step(rank: int, slow: str) -> tuple[int, int]:
     """Return the launches of a step whose tensors are sent losslessly, such as O in mode `paper`."""
-    return kernels_and_others(calls_of(slow, False, [dict.fromkeys("qkvo", EXACT)] * 2, SMALL, torch.float32)[-1][0])
+    codecs_of = [dict.fromkeys("qkvo", EXACT)] * 2
+    counted, _ = calls_of(slow, False, codecs_of, SMALL, torch.float32, exact_references=True)[-1]
+    return kernels_and_others(counted)
 
 
 def test_lossless_layer_has_few_launches() -> None:
     [(kernels, others)] = ranks.run(lossless_step, 1, "node")
-    assert kernels == 4  # copies to and from messages, each of which leaves a link reference
-    assert others <= MAX_LAUNCHES
+    assert kernels == 0  # PyTorch copies to and from messages, and stores references as they are
+    assert others <= 2 * MAX_LAUNCHES
 
 
 OTHER_BYTES = {"node": 12, "all": 2, SINGLE_STAGE: 8, GATHERED: 20}
 """Sizes of a tensor that operations besides the kernels read and write: packing and unpacking of what is not coded."""
 
 
-@pytest.mark.parametrize(("slow", "share"), once(itertools.product(SLOW, [1.0, 0.5])))
-def test_coded_layer_moves_few_bytes(slow: str, share: float) -> None:
-    """Each end reads values or payload and two references, and writes one, and payload or values. Scores of V read all
-    but the payload once more."""
-    [(_, (kernels, others))] = ranks.run(coded_step, 1, slow, False, share, FLUX)
+@pytest.mark.parametrize("slow", SLOW)
+def test_coded_layer_moves_few_bytes(slow: str) -> None:
+    """Each end reads values or payload and two references, and writes one, and payload or values. References take a
+    byte a value, half of what values take."""
+    [(_, (kernels, others))] = ranks.run(coded_step, 1, slow, False, FLUX)
     size = math.prod(FLUX) * torch.bfloat16.itemsize
-    remote, tensors, bits = (size, 2, 4 * share) if slow == GATHERED else (size // 2, 4, 6 * share + 1.6)
+    remote, tensors = (size, 2) if slow == GATHERED else (size // 2, 4)
     remote = size * 3 // 4 if slow == "all" else remote
-    least = tensors * 8 * remote + 2 * remote * bits / 16 + (3 * remote if share < 1 else 0)
+    least = tensors * remote * (2 * (1 + 3 / 2) + 2 * 2 / 16)
     assert least <= kernels <= 1.1 * least
     assert others <= 1.01 * OTHER_BYTES[slow] * size
 
@@ -144,10 +146,11 @@ def mean_bytes(rank: int, name: str, resolution: int, mode: str) -> float:
     A leading branch copies the values that it sends.
     """
     workload, steps = WORKLOADS[name], modes.DEFAULT_STEPS
-    schedule = modes.preset(mode, steps, workload.is_guided)
+    schedule = modes.PRESETS[mode]
+    bits = assumed_change.bits_of(schedule, steps)
     shape = (1, workload.heads, -(-workload.tokens(resolution) // 8), workload.head_dim)
     joint, branches = (schedule.joint, 2) if workload.is_guided else (0.0, 1)
-    codecs_of = [schedule.codecs(step, steps) for step in range(3)]
+    codecs_of = [schedule.codecs(step, steps, bits[step]) for step in (0, 1, steps // 2)]
     calls = calls_of(GATHERED, False, codecs_of, shape, topology=NODES, joint=joint)
     moved = [kernels_and_others(counted)[0] + counted["aten.clone.default"] for _, counted in calls]
     first, second, later = (sum(moved[step * branches :][:branches]) / branches for step in range(3))
@@ -186,7 +189,7 @@ TOKENS = {VIDEO: 33 * 45 * 80 + 256, "Wan, 81 frames": 21 * 45 * 80}
 
 def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]]]:
     """Return the grids of all kernels of a layer at the smallest and the largest degree, with codecs and without."""
-    launched, codec = [], Codec(2, 0.5, predictor=0.5)
+    launched, codec = [], Codec(2, predicts=True)
     degrees = [each for each in range(2, 25, 2) if heads % each == 0]
     for degree, batch in itertools.product((degrees[0], degrees[-1]), (1, 2)):
         names = {"node": 2, "gpu": degree // 2} if degree > 2 else {"node": 2}
@@ -210,6 +213,6 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
 @pytest.mark.parametrize(("video", "heads"), [*itertools.product(TOKENS, [24, 40])])
 def test_grids_of_long_videos_are_within_cuda_limits(video: str, heads: int) -> None:
     [launched] = ranks.run(grids, 1, TOKENS[video], heads)
-    assert {name for name, _ in launched} == {f"{name}_kernel" for name in ("scores", "order", "encode", "decode")}
+    assert {name for name, _ in launched} == {f"{name}_kernel" for name in ("encode", "decode")}
     for name, grid in launched:
         assert all(0 < size <= most for size, most in zip(grid, MAX_GRID, strict=False)), (name, grid)

@@ -37,7 +37,6 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import EXACT, Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.topology.plans import Plan
 
 pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
@@ -45,10 +44,10 @@ pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that s
 LAYERS = STEPS = 4
 PLANS = ("flat", "hierarchical")
 CODECS = {
-    "bits": Codec(bits=2, predictor=ADAPTIVE),
-    "drift": Codec(bits=2, token_fraction=0.5, predictor=0.5),
-    "change": Codec(token_fraction=0.5, score="change"),
-    "random": Codec(token_fraction=0.5, score="random"),
+    "extrapolated": Codec(bits=2, predicts=True),
+    "reference": Codec(bits=3.2),
+    "keyframe": Codec(bits=8, is_keyframe=True),
+    "change": Codec(token_fraction=0.5),
 }
 BOTH = (False, True)
 THREADS = ((False, False), (True, False), (True, True))
@@ -133,31 +132,24 @@ def coded(rank: int, slow: str, codec: Codec, uses_triton: bool, v_first_once: b
         with MockDevice(late) as mock_device, mock_device.by_triton() if uses_triton else nullcontext():
             make_tables()
             mesh, partition = partition_of(slow, staged)
-            layers = codecs_by_step(partition, codec, slow == SINGLE_STAGE, slow == GATHERED)
+            layers = codecs_by_step(partition, codec, slow == SINGLE_STAGE)
             run(mesh, 1, v_first, layers, partition if slow == GATHERED else None)
         assert (mock_device.recorded > 0) is staged
 
 
-def codecs_by_step(
-    partition: AxisPartition, codec: Codec, single_stage: bool, gathers_kv: bool = False
-) -> Iterator[LayerCodecs]:
+def codecs_by_step(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iterator[LayerCodecs]:
     """Yield the codecs of one layer, step by step."""
     link_states, stats = {}, CodecStats()
+    how = {"exact_references": codec.selects_tokens, "single_stage": single_stage}
     for step in range(STEPS):
         codecs_of = dict.fromkeys("qkvo", codec if step else EXACT)
-        yield LayerCodecs(partition, codecs_of, link_states, stats, step, single_stage=single_stage)
-        if step == 1:  # as after an exceeded memory budget
-            for link_state in link_states.values():
-                if gathers_kv:
-                    partition.slow.comm_stream.start("convert references", link_state.to_int8).wait()
-                    continue
-                link_state.to_int8(partition.fast.comm_stream if partition.fast and not single_stage else None)
+        yield LayerCodecs(partition, codecs_of, link_states, stats, step, **how)
 
 
 QUICK = [
-    ("node", "bits", True, True),
+    ("node", "extrapolated", True, True),
     (GATHERED, "change", False, True),
-    (SINGLE_STAGE, "drift", True, True),
+    (SINGLE_STAGE, "reference", True, True),
 ]
 
 
@@ -176,7 +168,7 @@ def on_xpu(rank: int) -> None:
         lossless(rank, plan)
     gathered(rank, "node")
     for slow in ("all", GATHERED):
-        coded(rank, slow, CODECS["bits"], uses_triton=True, v_first_once=True)
+        coded(rank, slow, CODECS["extrapolated"], uses_triton=True, v_first_once=True)
 
 
 def test_functional_collectives_of_xpus_are_ordered() -> None:

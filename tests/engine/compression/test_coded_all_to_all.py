@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import CHANGE, EXACT, RANDOM, Codec, aligned
+from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, aligned
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_tokens_for, codec_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -52,34 +52,51 @@ def whole(name: str, step: int) -> torch.Tensor:
 class Pairs:
     """Values that each rank receives from each other, with a codec for each pair at different slow coordinates."""
 
-    def __init__(self, topology: Topology, slow: tuple[str, ...], keyframe_codec: Codec = EXACT) -> None:
-        self.topology, self.keyframe_codec = topology, keyframe_codec
+    def __init__(
+        self, topology: Topology, slow: tuple[str, ...], keyframe_codec: Codec = EXACT, is_exact: bool = False
+    ) -> None:
+        self.topology, self.keyframe_codec, self.is_exact = topology, keyframe_codec, is_exact
         self.slow_indices = [index for index, axis in enumerate(topology.axes) if axis.name in slow]
         self.references: dict = {}
         self.selections: dict = {}
 
     def get(
-        self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int, repeated: bool = False
+        self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, repeated: bool = False
     ) -> torch.Tensor:
         """Return values (B, n, s, D) as the target receives them; `repeated` if they are sent again losslessly."""
         coordinates = (self.topology.coordinates(rank) for rank in (source, target))
         source_index, target_index = ([each[index] for index in self.slow_indices] for each in coordinates)
         if source_index == target_index:
             return values
-        reference = self.references.setdefault((name, source, target), LinkReference())
+        ends = self.references.setdefault((name, source, target), [LinkReference(self.is_exact) for _ in range(2)])
+        reference, received = ends
         values = values.unsqueeze(0).contiguous()
         if not reference.fits(values.shape, values.dtype):
-            codec = dataclasses.replace(self.keyframe_codec, predictor=codec.predictor)
+            codec = dataclasses.replace(self.keyframe_codec, predicts=codec.predicts)
         active = None
         if codec.token_fraction < 1:
             if name in "vo":
-                self.selections[name, source, target] = select_tokens(values, reference, codec, seed)
+                self.selections[name, source, target] = select_tokens(values, reference, codec)
             active = self.selections[name if name == "o" else "v", source, target]
         if repeated:
             codec, active = EXACT, None
         payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
         codecs.encode([codecs.CodedTensor(values, reference, codec, active, payload)])
-        return values[0] if codec.is_exact else reference.predict(0.0)[0]
+        decoded = torch.empty_like(values)
+        codecs.decode([codecs.CodedTensor(decoded, received, codec, active, payload)])
+        return decoded[0]
+
+
+def is_v_major(*codecs_of: Codec) -> bool:
+    """Return whether references are stored as they are."""
+    return any(codec.selects_tokens for codec in codecs_of)
+
+
+def assert_received(found: torch.Tensor, expected: torch.Tensor, is_of_pairs: bool, what: object) -> None:
+    """Compare received values bit for bit, or by their error where a link's ranks share a gain."""
+    assert torch.equal(found, expected) or (not is_of_pairs and (found - expected).norm() < 0.05 * expected.norm()), (
+        what
+    )
 
 
 def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
@@ -99,7 +116,7 @@ def expected_heads(
     """Return Q, K or V as a rank receives it: its heads, all tokens."""
     values = cut(whole(name, step) if tensor is None else tensor, 1, size, target)
     shards = values.chunk(size, 2)
-    return torch.cat([pairs.get(name, shard, i, target, codec, step, repeated) for i, shard in enumerate(shards)], 2)
+    return torch.cat([pairs.get(name, shard, i, target, codec, repeated) for i, shard in enumerate(shards)], 2)
 
 
 def expected_sequence(
@@ -107,7 +124,7 @@ def expected_sequence(
 ) -> torch.Tensor:
     """Return O as a rank receives it: its tokens, all heads."""
     values = cut(whole("o", step) if tensor is None else tensor, 2, size, target)
-    parts = [pairs.get("o", cut(values, 1, size, source), source, target, codec, step) for source in range(size)]
+    parts = [pairs.get("o", cut(values, 1, size, source), source, target, codec) for source in range(size)]
     return torch.cat(parts, 1)
 
 
@@ -144,7 +161,8 @@ def run_all_to_alls(
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
     mesh, partition = mesh_and_partition(topology, slow)
-    pairs, link_states, stats = Pairs(topology, slow, keyframe_codec), {}, CodecStats()
+    is_exact, is_of_pairs = is_v_major(codec, codec_of_o), single_stage or not codec.predicts
+    pairs, link_states, stats = Pairs(topology, slow, keyframe_codec, is_exact), {}, CodecStats()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
             partition,
@@ -152,6 +170,7 @@ def run_all_to_alls(
             link_states,
             stats,
             step=step,
+            exact_references=is_exact,
             single_stage=single_stage,
             keyframe_codec=keyframe_codec,
         )
@@ -165,11 +184,11 @@ def run_all_to_alls(
             found = dict(zip("qkv", handle.wait(), strict=True))
         for name in "vqk":
             expected_values = expected_heads(pairs, name, step, rank, size, codec)
-            assert torch.equal(found[name], expected_values), (name, step)
+            assert_received(found[name], expected_values, is_of_pairs, (name, step))
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = cut(whole("o", step), 1, size, rank).contiguous()
         start_heads_to_seq(attended, target, mesh, Label("o"), layer_codecs).wait()
-        assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
+        assert_received(target, expected_sequence(pairs, step, rank, size, codec_of_o), is_of_pairs, step)
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
         fast_name, slow_name = (
@@ -179,18 +198,18 @@ def run_all_to_alls(
     assert 0 < stats.sent_bytes < stats.exact_bytes or codec.is_exact
     assert stats.repeated == 0
     if codec.bits:
-        error_energy, value_energy = (sum(column) for column in zip(*stats.quant_errors, strict=True))
-        assert 0 < error_energy < 0.1 * value_energy
+        errors = [error for _, error in stats.quant_errors]
+        assert 0 < sum(each.error_energy for each in errors) < 0.1 * sum(each.value_energy for each in errors)
 
 
 CASES = [
     ("2x2", ("node",), Codec(4), Codec(2)),
-    ("2x2", ("gpu",), Codec(2, predictor=0.5), EXACT),
-    ("2x2", ("node", "gpu"), Codec(2, 0.5), Codec(None, 0.5)),
-    ("flat", ("flat",), Codec(None, 0.3, RANDOM), Codec(1)),
-    ("2x2x2", ("node", "gpu"), Codec(4, 0.4, CHANGE), Codec(2, 0.6)),
+    ("2x2", ("gpu",), Codec(2, predicts=True), EXACT),
+    ("2x2", ("node", "gpu"), Codec(None, 0.5), Codec(None, 0.5)),
+    ("flat", ("flat",), Codec(3.2), Codec(1)),
+    ("2x2x2", ("node", "gpu"), Codec(None, 0.4), EXACT),
     ("2x2x2", ("tile",), Codec(8), Codec(8)),
-    ("2x2x2", ("node", "tile"), Codec(2), Codec(4)),
+    ("2x2x2", ("node", "tile"), Codec(2), Codec(5.3)),
     ("2x2", ("node",), EXACT, EXACT),
 ]
 
@@ -209,7 +228,7 @@ def test_coded_all_to_all_equals_a_codec_per_pair(
 
 @pytest.mark.parametrize("single_stage", [False, True])
 def test_quantized_keyframes_carry_the_scales_of_each_head(single_stage: bool) -> None:
-    codec, keyframe_codec = Codec(2, predictor=0.5), Codec(4, is_keyframe=True)
+    codec, keyframe_codec = Codec(2), Codec(4, is_keyframe=True)
     options = codec, codec, True, single_stage, keyframe_codec
     ranks.run(run_all_to_alls, 4, "2x2", ("node",), *options)
 
@@ -217,15 +236,15 @@ def test_quantized_keyframes_carry_the_scales_of_each_head(single_stage: bool) -
 def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: bool) -> tuple[list[int], int]:
     """Send V, with a value that is not finite at some steps, before Q and K, which use its selection of tokens."""
     mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
-    pairs, link_states, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
+    pairs, link_states = Pairs(mesh.topology, ("node",), is_exact=is_v_major(codec)), {}
+    sent, repeated = [], 0
     for step in range(STEPS):
         stats, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
         if step in bad:
             # From rank 0 for rank 3, or from rank 3 for rank 0; if staged, rank 1 or 2 sends it to the other node.
             wholes["v"][0, 15 if sender == 0 else 0, 10 * sender + 3, 1] = torch.nan
-        layer_codecs = LayerCodecs(
-            partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step, single_stage=single_stage
-        )
+        how = {"exact_references": is_v_major(codec), "single_stage": single_stage}
+        layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step, **how)
         v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
@@ -242,7 +261,7 @@ def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: 
 
 @pytest.mark.parametrize("single_stage", [True, False], ids=["single stage", "staged"])
 @pytest.mark.parametrize(("bad", "sender"), [({2}, 3), (set(range(STEPS)), 0)], ids=["once", "always"])
-@pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, CHANGE)], ids=str)
+@pytest.mark.parametrize("codec", [Codec(2), Codec(None, 0.4)], ids=str)
 def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec: Codec, single_stage: bool) -> None:
     """Compare values bit for bit, and the bytes of both messages; values that stay infinite are repeated every step."""
     links, flag = 2 if single_stage else 1, aligned(1)
@@ -259,17 +278,18 @@ def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec
         assert result == (expected_values, len(repeated))
 
 
-def abandon(rank: int, how: str) -> None:
+def abandon(rank: int, how: str, codec: Codec) -> None:
     """Wait for no handle of one all-to-all: on one rank, or on all ranks, whose attention fails."""
-    topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
+    topology, size, is_exact = Topology.parse("2x2", 4), 4, is_v_major(codec)
     mesh, partition = mesh_and_partition(topology, ("node",))
-    pairs, link_states, stats = Pairs(topology, ("node",)), {}, CodecStats()
+    pairs, link_states, stats = Pairs(topology, ("node",), is_exact=is_exact), {}, CodecStats()
 
     def fail(*_: object) -> torch.Tensor:
         raise InterruptedError
 
     for step in range(STEPS):
-        layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step)
+        codecs_of = dict.fromkeys("qkvo", codec)
+        layer_codecs = LayerCodecs(partition, codecs_of, link_states, stats, step, exact_references=is_exact)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         all_expected = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
@@ -287,19 +307,23 @@ def abandon(rank: int, how: str) -> None:
         assert step == 0 or stats.sent_bytes < stats.exact_bytes
 
 
-@pytest.mark.parametrize("how", ["attention", "one rank"])
-def test_abandoned_exchanges_keep_references_equal(how: str) -> None:
+@pytest.mark.parametrize(("how", "codec"), [("attention", Codec(2)), ("one rank", Codec(None, 0.5))], ids=str)
+def test_abandoned_exchanges_keep_references_equal(how: str, codec: Codec) -> None:
     """Continue with equal references after handles that nobody waits for."""
-    ranks.run(abandon, 4, how)
+    ranks.run(abandon, 4, how, codec)
 
 
-@pytest.mark.parametrize("keyframe_codec", [EXACT, Codec(8, is_keyframe=True)], ids=str)
-@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, CHANGE)], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "keyframe_codec"),
+    [(Codec(2, predicts=True), EXACT), (Codec(2), Codec(8, is_keyframe=True)), (Codec(None, 0.5), EXACT)],
+    ids=str,
+)
 def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_codec: Codec) -> None:
     """Predict nothing from references of another shape."""
     link_states: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
-        layer_codecs = LayerCodecs(None, {"v": codec}, link_states, CodecStats(), step, keyframe_codec=keyframe_codec)
+        how = {"exact_references": is_v_major(codec), "keyframe_codec": keyframe_codec}
+        layer_codecs = LayerCodecs(None, {"v": codec}, link_states, CodecStats(), step, **how)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
         used = codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype)
         link_state = layer_codecs.link_state("v", HeadGroup())
@@ -308,15 +332,15 @@ def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_co
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
         codecs.encode([codecs.CodedTensor(values, link_state.sent, used, active, payload)])
         codecs.decode([codecs.CodedTensor(found, link_state.received, used, active, payload)])
-        assert torch.equal(found, link_state.sent.predict(0.0))
+        assert all(map(torch.equal, link_state.sent.stored, link_state.received.stored))
         assert torch.equal(found, values) or not used.is_exact
 
 
-def shorten_prompt(rank: int, overrides: str) -> None:
+def shorten_prompt(rank: int, mode: str, overrides: str) -> None:
     """Run with constant K and V of a prompt that becomes shorter in the middle of the run."""
     mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
-    runtime = CodecRuntime(partition, "balanced", overrides, lambda values: values)
-    pairs = Pairs(mesh.topology, ("node",))
+    runtime = CodecRuntime(partition, mode, overrides, list)
+    pairs = Pairs(mesh.topology, ("node",), is_exact=mode == "paper")
     runtime.begin_run(STEPS + 4)
     for step in range(STEPS + 4):
         wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
@@ -331,9 +355,12 @@ def shorten_prompt(rank: int, overrides: str) -> None:
         runtime.end_step()
 
 
-@pytest.mark.parametrize("overrides", ["first=exact,bits=4", "first=exact,cached=0.5,bits=4,score=change"])
-def test_a_prompt_that_becomes_shorter_begins_with_a_keyframe(overrides: str) -> None:
-    ranks.run(shorten_prompt, 4, overrides)
+@pytest.mark.parametrize(
+    ("mode", "overrides"),
+    [("balanced", "first=exact,bits=4,predictor=0"), ("paper", "warmup=1,refresh=0,cached=0.5")],
+)
+def test_a_prompt_that_becomes_shorter_begins_with_a_keyframe(mode: str, overrides: str) -> None:
+    ranks.run(shorten_prompt, 4, mode, overrides)
 
 
 def partition_without_slow_ranks(rank: int) -> None:
@@ -354,7 +381,8 @@ def test_virtual_ranks_equal_a_codec_per_pair(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
 ) -> None:
     size = 8 if topology == "2x2x2" else 4
-    virtual, pairs = VirtualRanks(Topology.parse(topology, size), slow), Pairs(Topology.parse(topology, size), slow)
+    virtual, is_exact = VirtualRanks(Topology.parse(topology, size), slow), is_v_major(codec, codec_of_o)
+    pairs = Pairs(virtual.topology, slow, is_exact=is_exact)
     link_states, stats, sent = {}, CodecStats(), 0
 
     def sharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -363,17 +391,16 @@ def test_virtual_ranks_equal_a_codec_per_pair(
         return torch.cat([cut(part, 2, size, rank) for rank in range(size) for part in parts], 2)
 
     for step in range(STEPS):
-        layer_codecs = LayerCodecs(
-            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, link_states, stats, step=step
-        )
+        codecs_of = {"q": codec, "k": codec, "v": codec, "o": codec_of_o}
+        layer_codecs = LayerCodecs(None, codecs_of, link_states, stats, step=step, exact_references=is_exact)
         qkv = virtual.transmit("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
         [o] = virtual.transmit("o", [whole("o", step)], SEGMENTS, layer_codecs)
         for rank in range(size):
             for name, found in reversed(list(zip("qkv", qkv, strict=True))):  # V selects first
                 expected_values = expected_heads(pairs, name, step, rank, size, codec, sharded(whole(name, step)))
-                assert torch.equal(cut(sharded(found), 1, size, rank), expected_values), (name, step, rank)
+                assert_received(cut(sharded(found), 1, size, rank), expected_values, not codec.predicts, (name, step))
             expected_values = expected_sequence(pairs, step, rank, size, codec_of_o, sharded(whole("o", step)))
-            assert torch.equal(cut(sharded(o), 2, size, rank), expected_values), (step, rank)
+            assert_received(cut(sharded(o), 2, size, rank), expected_values, not codec_of_o.predicts, (step, rank))
         used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
         shapes = [(1, BATCH * size // virtual.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
         sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)

@@ -9,6 +9,7 @@ from tests.engine.compression.test_joint_branches import (
     BATCH,
     DIM,
     HEADS,
+    OF_RANKS,
     SCHEDULE,
     STEPS,
     TOKENS,
@@ -26,7 +27,6 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -51,7 +51,7 @@ def run_calls(rank: int, sizes: str, how: str, schedule: str) -> list[tuple]:
     size = dist.get_world_size()
     mesh, partition = over(sizes)
     runtime = CodecRuntime(None, "balanced", schedule, list, ring_partition=partition)
-    expected = Expected(CodecSchedule.parse(schedule, preset("balanced", STEPS)).joint)
+    expected = Expected(bool(runtime.schedule.predictor))
     runtime.begin_run(STEPS)
     for step in range(STEPS):
         for branch, content in enumerate(calls_of(step, how)):
@@ -86,8 +86,7 @@ def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tup
     size = dist.get_world_size()
     mesh, partition = over(sizes)
     runtime = CodecRuntime(None, "balanced", schedule, list, ring_partition=partition)
-    settings = CodecSchedule.parse(schedule, preset("balanced", STEPS))
-    expected = BatchedDefinitions(settings.joint)
+    expected = BatchedDefinitions(bool(runtime.schedule.predictor))
     runtime.begin_run(STEPS)
     for step in range(STEPS):
         parts = {name: [whole(name, of, step) for of in range(branches)] for name in "qkv"}
@@ -105,33 +104,36 @@ def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tup
         if step < STEPS - 1:
             runtime.end_step()
     of_link = 1, branches * BATCH, HEADS, TOKENS // size, DIM
-    predicted = predicted_bytes(settings, ["kv"], of_link, branches)
+    predicted = predicted_bytes(runtime.schedule, ["kv"], of_link, branches)
     assert [report.sent_bytes for report in runtime.reports] == predicted
     return ends(runtime)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "how", "weight"),
+    ("sizes", "how", "schedule"),
     [
-        ("2x2", "plain", 1.25),
-        *(("node=2", how, 1) for how in ("skipped", "swapped", "not finite in 0", "not finite in 1", "three branches")),
+        ("2x2", "plain", OF_RANKS),
+        *(
+            ("node=2", how, SCHEDULE)
+            for how in ("skipped", "swapped", "not finite in 0", "not finite in 1", "three branches")
+        ),
     ],
 )
-def test_rings_decode_what_the_definition_says(sizes: str, how: str, weight: float) -> None:
-    size = Topology.parse(sizes).size
-    assert_equal_ends(ranks.run(run_calls, size, sizes, how, f"{SCHEDULE},joint={weight}"))
+def test_rings_decode_what_the_definition_says(sizes: str, how: str, schedule: str) -> None:
+    assert_equal_ends(ranks.run(run_calls, Topology.parse(sizes).size, sizes, how, schedule))
 
 
-@pytest.mark.parametrize(("sizes", "branches"), [("2x2", 2), ("node=2", 3)])
-def test_branches_in_one_batch_of_a_ring_decode_what_the_definition_says(sizes: str, branches: int) -> None:
-    size = Topology.parse(sizes).size
-    assert_equal_ends(ranks.run(run_batched, size, sizes, f"{SCHEDULE},joint=1", branches))
+@pytest.mark.parametrize(("sizes", "schedule", "branches"), [("2x2", OF_RANKS, 2), ("node=2", SCHEDULE, 3)])
+def test_branches_in_one_batch_of_a_ring_decode_what_the_definition_says(
+    sizes: str, schedule: str, branches: int
+) -> None:
+    assert_equal_ends(ranks.run(run_batched, Topology.parse(sizes).size, sizes, schedule, branches))
 
 
 def run_different_lengths(rank: int) -> list[tuple]:
     """Gather K and V of two branches with texts of different lengths; return the references of both ends."""
     mesh, partition = over("node=2")
-    runtime = CodecRuntime(None, "balanced", f"{SCHEDULE},joint=1", list, ring_partition=partition)
+    runtime = CodecRuntime(None, "balanced", SCHEDULE, list, ring_partition=partition)
     runtime.begin_run(STEPS)
     for step in range(STEPS - 1):
         for branch in range(2):

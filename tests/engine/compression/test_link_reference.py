@@ -1,36 +1,56 @@
 """Predictor state of one end of a link, from step to step."""
 
+import pytest
 import torch
 
 from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
-from xfuser_cocodiff.engine.compression.codec import CHANGE, EXACT, Codec
+from xfuser_cocodiff.engine.compression.codec import EXACT, Codec
 from xfuser_cocodiff.engine.compression.codecs import CodedTensor, encode
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
+from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, Int8Rows
+from xfuser_cocodiff.engine.kernels.torch_kernels import predict
 
 SHAPE = 1, 1, 1, 8, 16
 
 
-def constant(value: float) -> torch.Tensor:
-    return torch.full(SHAPE, value)
+def advance(reference: LinkReference, value: float, weight: float = 0.0) -> None:
+    """Replace the reference by a constant, as a kernel would."""
+    values = torch.full(SHAPE, value)
+    reference.advance_rows(Int8Rows.of(values), SHAPE, values.dtype, keeps_previous=True, weight=weight)
+
+
+def extrapolated(reference: LinkReference) -> float:
+    """Return the value that the reference predicts where it goes on as before; values are constant."""
+    reference.gains = torch.tensor([GAIN_STEPS], dtype=torch.uint8)
+    [value] = predict(reference.prediction(predicts=True)).unique().tolist()
+    return value
 
 
 def test_values_before_are_dropped_where_another_difference_is_coded() -> None:
     """A reference of a tensor and one of its difference to the leading branch do not extrapolate each other."""
     reference = LinkReference()
-    for value in (1.0, 3.0):
-        reference.advance(constant(value), keeps_previous=True)
-    assert torch.equal(reference.predict(1.0), constant(5.0))
-    reference.advance(constant(4.0), keeps_previous=True, weight=0.5)
-    assert torch.equal(reference.predict(1.0), constant(4.0))
-    reference.advance(constant(5.0), keeps_previous=True, weight=0.5)
-    assert torch.equal(reference.predict(1.0), constant(6.0))
+    found = []
+    for value, weight in ((1.0, 0), (3.0, 0), (4.0, 1), (5.0, 1)):
+        advance(reference, value, weight)
+        found.append(extrapolated(reference))
+    assert found == pytest.approx([1.0, 5.0, 4.0, 6.0], rel=0.02)
+
+
+def test_references_of_another_shape_or_type_are_not_extrapolated() -> None:
+    for first, second in ((torch.zeros(1, 1, 1, 4, 16), torch.float32), (torch.zeros(SHAPE), torch.bfloat16)):
+        reference = LinkReference()
+        reference.advance(first)
+        for has_previous in (False, True):
+            reference.advance_rows(Int8Rows.of(torch.ones(SHAPE)), SHAPE, second, keeps_previous=True)
+            assert (reference.prediction(True).previous is not None) is has_previous
+            assert reference.prediction(False).previous is None
 
 
 def test_change_is_that_since_a_lossless_step() -> None:
-    reference, codec = LinkReference(), Codec(bits=4, token_fraction=1 / 8, score=CHANGE)
+    reference, codec = LinkReference(is_exact=True), Codec(token_fraction=1 / 8)
 
     def sent_tokens(values: torch.Tensor, codec: Codec) -> list[int]:
-        active = select_tokens(values, reference, codec, seed=0) if codec.selects_tokens else None
+        active = select_tokens(values, reference, codec) if codec.selects_tokens else None
         payload = torch.empty(1, codec.payload_bytes(SHAPE, values.dtype), dtype=torch.uint8)
         encode([CodedTensor(values, reference, codec, active, payload)])
         return active.indices.flatten().tolist() if active else []

@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
-from xfuser_cocodiff.engine.compression.layer_codecs import LinkState
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
+from xfuser_cocodiff.engine.compression.modes import BALANCED, PAPER, PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import (
     GIB,
     LayerSizes,
@@ -21,11 +22,10 @@ from xfuser_cocodiff.engine.compression.reference_memory import (
     default_budget,
 )
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.planner import SentSizes, gathers_kv
 
-NUM_SLOW, HEAD_DIM = 3, 8
+NUM_SLOW, HEAD_DIM = 3, 64
 SHAPE = (NUM_SLOW - 1, 2, 2, 6, HEAD_DIM)
 """Links, groups, heads, tokens and head dim of one tensor."""
 
@@ -36,33 +36,37 @@ def layer_sizes(dtype: torch.dtype) -> LayerSizes:
     return LayerSizes(4 * value, value, HEAD_DIM, dtype.itemsize)
 
 
-def run_steps(link_states: dict, schedule: CodecSchedule, dtype: torch.dtype, is_int8: bool, steps: int) -> None:
+def run_steps(
+    link_states: dict, schedule: CodecSchedule, dtype: torch.dtype, steps: int, predicts: bool = True
+) -> None:
     """Encode and decode some steps as collectives would."""
     generator = torch.Generator().manual_seed(0)
     for name in "vqko":
         link_state = link_states.setdefault(
-            (name, ALL_HEADS), LinkState(LinkReference(is_int8), LinkReference(is_int8))
+            (name, ALL_HEADS), LinkState(*(LinkReference(schedule == PAPER) for _ in range(2)))
         )
         for step in range(steps):
-            codec = schedule.codecs(step, 9)[name]
+            codec = schedule.codecs(step, 9, 2 if step and schedule.error else None)[name]
+            codec = replace(codec, predicts=codec.predicts and predicts)
             values = torch.randn(SHAPE, generator=generator).to(dtype)
-            active = select_tokens(values, link_state.sent, codec, 0) if codec.token_fraction < 1 else None
+            active = select_tokens(values, link_state.sent, codec) if codec.token_fraction < 1 else None
             payload = torch.empty(len(values), codec.payload_bytes(SHAPE, dtype), dtype=torch.uint8)
             codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, active, payload)])
             codecs.decode([codecs.CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)])
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_planned_bytes_equal_allocated_bytes(mode: str, dtype: torch.dtype, is_int8: bool) -> None:
-    schedule = preset(mode, 50)
+@pytest.mark.parametrize("mode", PRESETS)
+def test_planned_bytes_equal_allocated_bytes(mode: str, dtype: torch.dtype, predicts: bool) -> None:
+    schedule = PRESETS[mode]
     link_states: dict = {}
-    run_steps(link_states, schedule, dtype, is_int8, steps=4)
+    run_steps(link_states, schedule, dtype, steps=4, predicts=predicts)
     allocated = sum(link_state.sent.nbytes + link_state.received.nbytes for link_state in link_states.values())
     if mode == "paper":  # here Q and K select tokens themselves; in a message they use V's selection
         allocated -= sum(link_states[name, ALL_HEADS].sent.last_values.nbytes for name in "qk")
-    assert allocated == ReferenceBytes.of(layer_sizes(dtype), schedule, NUM_SLOW)[is_int8]
+    planned = ReferenceBytes.of(layer_sizes(dtype), schedule, NUM_SLOW)
+    assert allocated == (planned.predicted if predicts else planned.single)
 
 
 class Run:
@@ -74,7 +78,7 @@ class Run:
         layers: int,
         branches: int = 1,
         memory: Callable[[], DeviceMemory | None] | None = None,
-        max_over_ranks: Callable[[list[float]], list[float]] = list,
+        min_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> None:
         self.logged: list[str] = []
         slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device("cpu")))
@@ -90,11 +94,12 @@ class Run:
             partition,
             "balanced",
             None,
-            max_over_ranks,
+            list,
             memory_budget=budget,
             info=self.logged.append,
             warn=self.logged.append,
             device_memory=memory,
+            min_over_ranks=min_over_ranks,
         )
         self.layers, self.branches = layers, branches
 
@@ -102,33 +107,36 @@ class Run:
         self.runtime.begin_run(total)
 
     def step(self, transformer: str = "") -> list[bool]:
-        """Run a step of a transformer, and return which layers are coded."""
-        found = []
+        """Run a step of a transformer, and return which layers have references."""
+        found: list[LayerCodecs] = []
         for branch in range(self.branches):
             for layer in range(self.layers):
                 sizes = layer_sizes(torch.bfloat16)
                 key = transformer, layer
                 layer_codecs = self.runtime.layer_codecs(str(layer), key, branch, sizes, transformer)
-                found.append(layer_codecs is not None)
-                if layer_codecs:
-                    is_int8 = layer_codecs.int8_references
-                    run_steps(layer_codecs.link_states, self.runtime.schedule, torch.bfloat16, is_int8, steps=3)
+                assert all(codec.bits for codec in layer_codecs.codecs.values()), "no layer is lossless"
+                found.append(layer_codecs)
+        # Later steps predict if no layer of the first one was too much.
+        predicts = found[-1].codecs["k"].predicts
+        for layer_codecs in found:
+            if layer_codecs.keeps_references:
+                run_steps(layer_codecs.link_states, BALANCED, torch.bfloat16, steps=3, predicts=predicts)
         self.runtime.end_step()
-        return found
+        return [each.keeps_references for each in found]
 
 
-FULL, INT8 = ReferenceBytes.of(layer_sizes(torch.bfloat16), preset("balanced", 50), NUM_SLOW)
+PREDICTED, SINGLE = ReferenceBytes.of(layer_sizes(torch.bfloat16), BALANCED, NUM_SLOW)
 
 
 @pytest.mark.parametrize(
     ("budget", "allocated", "coded"),
     [
-        (None, 4 * FULL, 4),
-        (4 * FULL, 4 * FULL, 4),
-        (4 * FULL - 1, 4 * INT8, 4),
-        (4 * INT8, 4 * INT8, 4),
-        (4 * INT8 - 1, 3 * INT8, 3),
-        (INT8 - 1, 0, 0),
+        (None, 4 * PREDICTED, 4),
+        (4 * PREDICTED, 4 * PREDICTED, 4),
+        (4 * PREDICTED - 1, 4 * SINGLE, 4),
+        (4 * SINGLE, 4 * SINGLE, 4),
+        (4 * SINGLE - 1, 3 * SINGLE, 3),
+        (SINGLE - 1, 0, 0),
     ],
 )
 def test_memory_budget_is_met(budget: int | None, allocated: int, coded: int) -> None:
@@ -138,25 +146,26 @@ def test_memory_budget_is_met(budget: int | None, allocated: int, coded: int) ->
         for _ in range(3):
             assert run.step() == [True] * coded + [False] * (4 - coded)
             assert run.runtime.planned_reference_bytes == run.runtime.reference_bytes == allocated
-            assert run.runtime.reports[-1].exact_layers == 4 - coded
-    logged = [line for line in run.logged if f"references of 4 layers: {4 * FULL / GIB:.3g} GiB per rank" in line]
+            assert run.runtime.reports[-1].exact_layers == 0
+    logged = [line for line in run.logged if f"references of 4 layers: {4 * PREDICTED / GIB:.3g} GiB per rank" in line]
     assert len(logged) == (2 if coded < 4 else 1)  # a warning in every run, since a later one may be in another log
     limit = "--cocodiff_memory_budget sets a limit"
     if budget:
-        limit = f"{budget / GIB:.3g} GiB by --cocodiff_memory_budget: {4 - coded} of 4 layers are lossless"
+        limit = f"{budget / GIB:.3g} GiB by --cocodiff_memory_budget: {4 - coded} of 4 layers have none and send 8 bits"
     assert all(limit in line for line in logged), logged
 
 
 def test_guidance_branches_share_the_memory_budget() -> None:
     sizes = layer_sizes(torch.bfloat16)
-    following = ReferenceBytes.of(sizes, preset("balanced", 50), NUM_SLOW, leader=sizes).int8
-    run = Run(4 * (INT8 + following), layers=4, branches=2)  # not enough in full
+    following = ReferenceBytes.of(sizes, BALANCED, NUM_SLOW, leader=sizes).single
+    assert following == SINGLE + sizes.crossing(NUM_SLOW).num_values * sizes.value_bytes  # values are kept as they are
+    run = Run(4 * (SINGLE + following), layers=4, branches=2)  # not enough with prediction
     for _ in range(2):
         run.begin()
         for _ in range(3):
             assert run.step() == [True] * 8
-            assert run.runtime.planned_reference_bytes == 4 * (INT8 + following)
-            assert run.runtime.reference_bytes == 8 * INT8  # without messages, no values are kept
+            assert run.runtime.planned_reference_bytes == 4 * (SINGLE + following)
+            assert run.runtime.reference_bytes == 8 * SINGLE  # without messages, no values are kept
         assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
     assert any("references of 4 layers and 2 guidance branches" in line for line in run.logged)
 
@@ -186,24 +195,25 @@ def free_for(budget: float) -> DeviceMemory:
 def test_default_budget_is_the_smallest_of_all_ranks_and_is_stated() -> None:
     reduced: list[list[float]] = []
 
-    def max_over_ranks(values: list[float]) -> list[float]:
+    def min_over_ranks(values: list[float]) -> list[float]:
         reduced.append(values)
-        return [max(value, -3 * INT8) for value in values]  # another rank has less memory
+        return [min(value, 3 * SINGLE) for value in values]  # another rank has less memory
 
-    run = Run(None, 4, memory=lambda: free_for(4 * FULL), max_over_ranks=max_over_ranks)
+    run = Run(None, 4, memory=lambda: free_for(4 * PREDICTED), min_over_ranks=min_over_ranks)
     run.begin()
     for _ in range(3):
         assert run.step() == [True] * 3 + [False]
-    assert reduced[0] == [-4 * FULL]
-    assert [values for values in reduced if values[0] < 0] == [[-4 * FULL]]  # agreed once a run
+    assert reduced == [[4 * PREDICTED]]  # agreed once a run
     (line,) = [line for line in run.logged if "memory budget" in line]
-    assert f"memory budget {3 * INT8 / GIB:.3g} GiB by free memory: 1 of 4 layers are lossless" in line
-    assert f"{4 * FULL / GIB:.3g} GiB per rank, {4 * INT8 / GIB:.3g} GiB in 8 bits (in use)" in line
+    assert f"memory budget {3 * SINGLE / GIB:.3g} GiB by free memory: 1 of 4 layers have none and send 8 bits" in line
+    assert f"{4 * PREDICTED / GIB:.3g} GiB per rank, {4 * SINGLE / GIB:.3g} GiB without prediction (in use)" in line
 
 
 def test_default_budget_is_taken_anew_for_a_second_transformer() -> None:
     """As in Wan2.2, which drops the references of the first one."""
-    free = iter([free_for(4 * FULL), free_for(2 * INT8 + GIB)])  # references of the first are cached, not allocated
+    free = iter(
+        [free_for(4 * PREDICTED), free_for(2 * SINGLE + GIB)]
+    )  # references of the first are cached, not allocated
     run = Run(None, 4, memory=lambda: next(free))
     run.begin()
     assert run.step("a") == run.step("a") == [True] * 4
@@ -214,7 +224,7 @@ def test_default_budget_is_taken_anew_for_a_second_transformer() -> None:
 
 def test_runs_alike_decide_alike_while_memory_suffices() -> None:
     """Kernels and communicators load during the first run; a run of another kind measures anew."""
-    free = iter(free_for(layers * INT8 - lost) for layers, lost in [(3, 0), (3, GIB // 4), (4, 0), (2, 0), (3, GIB)])
+    free = iter(free_for(layers * SINGLE - lost) for layers, lost in [(3, 0), (3, GIB // 4), (4, 0), (2, 0), (3, GIB)])
     run = Run(None, 4, memory=lambda: next(free))
     coded = []
     for total in (9, 9, 9, 20, 9):
@@ -231,13 +241,13 @@ def test_no_default_budget_where_a_driver_does_not_tell() -> None:
 
 
 def test_given_budget_needs_no_measurement() -> None:
-    run = Run(4 * INT8, 4, memory=lambda: pytest.fail("measured"), max_over_ranks=lambda _: pytest.fail("reduced"))
+    run = Run(4 * SINGLE, 4, memory=lambda: pytest.fail("measured"), min_over_ranks=lambda _: pytest.fail("reduced"))
     run.begin()
-    assert run.runtime.layer_codecs("a", 0, 0, LAYER).int8_references is False
+    assert run.runtime.layer_codecs("a", 0, 0, LAYER).keeps_references
 
 
 def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:
-    sizes = LayerSizes(num_values=1200, num_v_values=300, head_dim=4, value_bytes=2)
+    sizes = LayerSizes(num_values=1200, num_v_values=300, row_values=4, value_bytes=2)
     assert sizes.slow_axis_bytes(1, 1) == 0
     assert sizes.slow_axis_bytes(4, 1) == 2 * 900  # all-to-alls of Q, K, V and O
     assert sizes.slow_axis_bytes(1, 3) == 2 * (2 * 300) * 2  # K and V to each of two others
@@ -246,7 +256,7 @@ def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:
 @pytest.mark.parametrize("mode", ["balanced", "fast"])
 def test_references_of_gathered_kv_are_never_larger_than_by_heads(mode: str) -> None:
     """Wherever the rule of lossy modes gathers, with zero-padded heads too; in the leading branch and a second one."""
-    schedule, num_gathering = preset(mode, 50, is_guided=True), 0
+    schedule, num_gathering = PRESETS[mode], 0
     for num_slow, num_fast, kv_heads, grouping in itertools.product((2, 4, 8), (1, 4, 8), (1, 3, 8, 24), (1, 3, 8)):
         sizes = SentSizes.of(kv_heads * grouping, kv_heads, num_slow, num_fast, tokens=64, kv_tokens=64)
         if not gathers_kv(num_slow, sizes):

@@ -8,19 +8,18 @@ import torch
 from tests.quick import slow_but
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
-from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression import runtime as runtime_module
 from xfuser_cocodiff.engine.compression.codecs import QuantError
-from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState, codec_for
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, codec_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
-from xfuser_cocodiff.engine.compression.modes import preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
-SIZES = LayerSizes(num_values=64, num_v_values=16, head_dim=8, value_bytes=4)
+SIZES = LayerSizes(num_values=64, num_v_values=16, row_values=8, value_bytes=4)
 
 
 def partition_on(device: str) -> SimpleNamespace:
@@ -44,17 +43,23 @@ def quant_error(error_energy: float, value_energy: float) -> QuantError:
     return QuantError(torch.tensor(error_energy), torch.tensor(value_energy))
 
 
-def set_reference(layer_codecs: object, value: float) -> None:
+def add_errors(stats: CodecStats, *errors: QuantError) -> None:
+    """Add errors of V, and bytes, as a collective would."""
+    stats.quant_errors += [("v", error) for error in errors]
+    stats.sent_bytes, stats.exact_bytes = 10, 100
+
+
+def set_reference(layer_codecs: LayerCodecs, value: float) -> None:
     """Set the reference of V, as a collective would."""
-    link_state = LinkState(LinkReference(), LinkReference())
-    link_state.sent.advance(torch.full((4,), float(value)), keeps_previous=False)
+    link_state = LinkState(LinkReference(is_exact=True), LinkReference())
+    link_state.sent.advance(torch.full((4,), float(value)))
     layer_codecs.link_states["v", ALL_HEADS] = link_state
 
 
-def reference_value(layer_codecs: object) -> float | None:
+def reference_value(layer_codecs: LayerCodecs) -> float | None:
     """Return the value that :func:`set_reference` has set, or None without a reference."""
     link_state = layer_codecs.link_states.get(("v", ALL_HEADS))
-    return link_state and link_state.sent.predict(0.0)[0].item()
+    return link_state and link_state.sent.values[0].item()
 
 
 def test_references_belong_to_a_layer_and_branch_of_one_run() -> None:
@@ -83,24 +88,6 @@ def test_an_aborted_run_leaves_no_references() -> None:
     assert one.step == 0
 
 
-@pytest.mark.parametrize("batched", [1, 2])
-@pytest.mark.parametrize(("mode", "total"), [("balanced", 4), ("balanced", 8), ("fast", 4), ("fast", 8)])
-def test_a_second_branch_changes_the_schedule_from_the_next_step_on(mode: str, total: int, batched: int) -> None:
-    """A run without guidance keeps its schedule, and the next run begins with it."""
-    one = runtime(mode)
-    for num_branches in (2, 1):
-        one.begin_run(total)
-        in_batch = min(batched, num_branches)
-        for step in range(3):
-            if in_batch > 1 and step == 1:  # a second comparison of the latents has confirmed it
-                one.note_branches()
-            for branch in range(num_branches // in_batch):
-                one.layer_codecs("a", 1, branch, SIZES, batched_branches=in_batch)
-            assert one.schedule == preset(mode, total, is_guided=num_branches == 2 and step > 0)
-            one.end_step()
-    assert preset(mode, total, is_guided=True) != preset(mode, total)
-
-
 def follow(one: CodecRuntime, *sizes: LayerSizes) -> bool:
     """Call a layer in several branches of these sizes, and return whether values of the first are kept for others."""
     codecs_of = [one.layer_codecs("a", 1, branch, each) for branch, each in enumerate(sizes)]
@@ -121,7 +108,7 @@ def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: st
     one = runtime()
     planned = ReferenceBytes.of(SIZES, one.schedule, 2)
     if reason == "no memory":
-        one._given_budget = int(1.5 * planned.int8)
+        one._given_budget = int(1.5 * planned.single)
     one.begin_run(8)
     found = []
     for _ in range(3):
@@ -129,10 +116,9 @@ def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: st
         layers = [one.layer_codecs("a", 1, branch, SIZES, gathers_kv=gathers[branch]) for branch in (0, 1)]
         one.end_step()
         found.append(layers[0].keeps_values)
-    assert found == [True, False, False]
+    assert found == [reason != "no memory", False, False]
     if reason == "other exchange":
-        gathered = ReferenceBytes.of(SIZES, one.schedule, 1, 2)
-        assert one.planned_reference_bytes == planned.full + gathered.full
+        assert one.planned_reference_bytes == planned.predicted + ReferenceBytes.of(SIZES, one.schedule, 1, 2).predicted
 
 
 @pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
@@ -160,20 +146,6 @@ def test_branches_of_other_lengths_are_both_coded_or_both_lossless(num_values: t
     assert [layer is not None for layer in layers] == [num_values[0] == 66] * 2
 
 
-@pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
-def test_branches_of_other_lengths_have_the_same_bits(num_values: tuple[int, int]) -> None:
-    """Mode `auto` may have chosen other bits for each size."""
-    bits_of = {64: 8.0, 66: 4.0}
-    precision_of = lambda kind: bits_of[kind.sizes.num_values]  # noqa: E731
-    one = CodecRuntime(partition_on("cpu"), "auto", None, list, precision_of=precision_of)
-    one.begin_run(8)
-    for _ in range(2):
-        layers = [one.layer_codecs("a", 1, i, SIZES._replace(num_values=n)) for i, n in enumerate(num_values)]
-        one.end_step()
-    assert layers[0].codecs == layers[1].codecs
-    assert {codec.bits for codec in layers[0].codecs.values()} == {bits_of[num_values[0]]}
-
-
 @pytest.mark.parametrize("virtual", [False, True])
 @pytest.mark.parametrize("num_values", [64, 66])
 def test_a_ring_keeps_values_for_branches_of_the_same_length(num_values: int, virtual: bool) -> None:
@@ -194,42 +166,22 @@ def test_a_ring_keeps_values_for_branches_of_the_same_length(num_values: int, vi
     leaders = None, SIZES if is_same else SIZES._replace(num_v_values=0)
     each = zip(sizes, leaders, strict=True)
     assert one.planned_reference_bytes == sum(
-        ReferenceBytes.of(size, one.schedule, 1, 2, leader=leader).full for size, leader in each
+        ReferenceBytes.of(size, one.schedule, 1, 2, leader=leader).predicted for size, leader in each
     )
 
 
-def test_no_values_are_kept_in_a_first_step_without_memory_for_them() -> None:
-    """References without previous ones are planned, and branches are known only after that step."""
-    one = runtime(overrides="predictor=0")
+@pytest.mark.parametrize(
+    ("overrides", "budget", "value_bytes", "first"),
+    [("predictor=0", None, 2, False), (None, 10**6, 2, True), (None, 10**6, 4, False), (None, None, 4, True)],
+)
+def test_no_values_are_kept_in_a_first_step_without_memory_for_them(
+    overrides: str | None, budget: int | None, value_bytes: int, first: bool
+) -> None:
+    """Branches are known only after that step, and previous references, which it has none of, take 8 bits."""
+    one, sizes = runtime(overrides=overrides), SIZES._replace(value_bytes=value_bytes)
+    one._given_budget = budget
     one.begin_run(8)
-    assert [follow(one, SIZES, SIZES) for _ in range(3)] == [False, True, True]
-
-
-@pytest.mark.parametrize("is_guided", [False, True])
-def test_branches_on_different_ranks_have_the_schedule_of_guidance(is_guided: bool) -> None:
-    """Each rank sees one branch. Expected PSNRs are those of branches that are coded together: none is named."""
-    logged: list[str] = []
-    one = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append, is_guided=is_guided)
-    for _ in range(2):
-        one.begin_run(8)
-        for _ in range(2):
-            assert one.schedule == preset("balanced", 8, is_guided)
-            one.layer_codecs("a", 1, 0, SIZES).stats.sent_bytes = 1
-            one.end_step()
-    [message] = [line for line in logged if "measure this model" in line]
-    assert (" dB" in message) != is_guided
-
-
-def test_a_step_whose_batch_may_have_branches_does_not_choose_precisions() -> None:
-    """The kinds of its layers never run again if it has."""
-    one = runtime()
-    one.begin_run(8)
-    for is_known in (False, True):
-        if is_known:
-            one.note_branches()
-        one.layer_codecs("a", 1, 0, SIZES, batched_branches=2)
-        one.end_step()
-        assert (one.take_load() is not None) == is_known
+    assert [follow(one, sizes, sizes) for _ in range(3)] == [first, True, True]
 
 
 @pytest.mark.parametrize("in_ring", [False, True])
@@ -319,12 +271,12 @@ def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossle
     """Check at the end of the next step, on all ranks: the values have arrived by then."""
     partition = partition_on("cuda")
     other_rank = [0.0]
-    one = CodecRuntime(partition, "balanced", None, lambda values: [max(*values, *other_rank)])
+    one = CodecRuntime(partition, "balanced", None, lambda values: [*values[:-1], values[-1] + other_rank[0]])
     one.begin_run(50)
 
     def step(is_bad: float) -> bool:
         layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
-        layer_codecs.stats.quant_errors += [quant_error(0.0, 1.0), quant_error(torch.nan if is_bad else 0.0, 1.0)]
+        add_errors(layer_codecs.stats, quant_error(0.0, 1.0), quant_error(torch.nan if is_bad else 0.0, 1.0))
         one.end_step()
         return is_stateless(layer_codecs)
 
@@ -355,10 +307,41 @@ def test_the_host_reads_errors_that_have_arrived(
     one = CodecRuntime(partition_on(device), "balanced", None, lambda values: values)
     one.begin_run(3)
     for _ in range(3):
-        one.layer_codecs("a", 1, 0, SIZES).stats.quant_errors.append(quant_error(0.0, 1.0))
+        add_errors(one.layer_codecs("a", 1, 0, SIZES).stats, quant_error(0.0, 1.0))
         one.end_step()
     assert found == read
     assert [report.errors for report in one.reports] == [{"a": 0.0}] * 3  # also of the last step
+
+
+def test_a_run_says_its_error_and_bits_once() -> None:
+    """Over the tensors and steps of the run, with the errors of FP8 and FP4 at its first step."""
+    logged: list[str] = []
+    one = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
+    for _ in range(2):
+        one.begin_run(3)
+        for step in range(3):
+            layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+            assert layer_codecs.measures_yardsticks == (step == 0 and not one.yardsticks)
+            if layer_codecs.measures_yardsticks:
+                layer_codecs.stats.quant_errors += [("fp8", quant_error(1.0, 1e4)), ("fp4", quant_error(4.0, 1e4))]
+            add_errors(layer_codecs.stats, quant_error(1.0, 1e4), quant_error(9.0, 1e4))
+            one.end_step()
+        one.begin_run(3)  # without values, errors or a message
+    [message] = [line for line in logged if line.startswith("error")]
+    assert message == "error 2.00% (V 2.00%) at 3.20 bits per value; FP8 1.00%; FP4 2.00% on the same tensors"
+
+
+def test_bits_of_a_run_do_not_follow_from_another_one() -> None:
+    one, found = runtime(), []
+    for error in (1.0, 1e-8):
+        one.begin_run(6)
+        for _ in range(3):
+            layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+            found.append(layer_codecs.codecs["v"].bits)
+            add_errors(layer_codecs.stats, quant_error(error, 1.0))
+            one.end_step()
+    first, second = found[:3], found[3:]
+    assert first[:2] == second[:2] and first[2] == 8 and second[2] == 1.6
 
 
 STEPS_OF_BAD_VALUES = [({3}, {5}), ({3, 4}, {5}), ({3, 5}, {5}), ({0}, {2})]
@@ -393,20 +376,18 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
         [error] = codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, None, payload)])
         codecs.decode([codecs.CodedTensor(found, link_state.received, codec, None, payload)])
-        layer_codecs.stats.quant_errors += [error] if error else []
+        add_errors(layer_codecs.stats, *([error] if error else []))
         one.end_step()
         follows_bad = step in bad_steps or (step - 1 in bad_steps - found_exact and not codec.is_exact)
         assert found.isfinite().all() != follows_bad
         errors.append((found - values).norm() / values.norm())
         found_exact |= {step} if codec.is_exact else set()
         for reference in (link_state.sent, link_state.received):
-            assert reference.predict(0.5).isfinite().all() or (follows_bad and not codec.is_exact)
-        torch.testing.assert_close(
-            link_state.sent.predict(0.5), link_state.received.predict(0.5), rtol=0, atol=0, equal_nan=True
-        )
+            assert reference.values.isfinite().all() or (follows_bad and not codec.is_exact)
+        assert all(map(torch.equal, link_state.sent.stored, link_state.received.stored))
     assert found_exact == exact
     if bad_steps == {3}:
-        assert errors[5] == 0 and 0 < errors[6] < 1.5 * max(errors[1:3])
+        assert errors[5] == 0 and 0 < errors[6] < 1.25 * modes.BALANCED.error
 
 
 def test_unknown_layers_are_logged_with_the_nearest_names() -> None:
@@ -435,7 +416,7 @@ def test_unknown_layers_are_logged_with_the_nearest_names() -> None:
 def test_another_transformer_drops_references_of_the_one_before(order: str, keyframes: tuple[int, ...]) -> None:
     one = runtime()
     # The second branch is coded as the difference to the first, whose values are kept.
-    need = sum(ReferenceBytes.of(SIZES, preset("balanced", 20), 2, leader=leader).full for leader in (None, SIZES))
+    need = sum(ReferenceBytes.of(SIZES, one.schedule, 2, leader=leader).predicted for leader in (None, SIZES))
     for _ in range(2):  # the second run as the first
         one.begin_run(20)
         for step, transformer in enumerate(order):
@@ -447,28 +428,19 @@ def test_another_transformer_drops_references_of_the_one_before(order: str, keyf
         assert one.planned_reference_bytes == (1 if keyframes[-1] == 4 else 2) * need
 
 
-def test_a_step_in_which_a_layer_begins_is_not_representative() -> None:
-    one = runtime("auto")
-    one.begin_run(20)
-    found = []
-    for step in range(6):
-        one.layer_codecs("a", 1 + (step > 3), 0, SIZES, transformer=step > 3)
-        one.end_step()
-        found.append(one.take_load().is_representative)
-    assert found == [False, True, True, True, False, True]
-
-
 def test_the_memory_budget_covers_the_current_transformer_only() -> None:
     logged: list[str] = []
-    need = ReferenceBytes.of(SIZES, preset("balanced", 20), 2).full
+    need = ReferenceBytes.of(SIZES, modes.BALANCED, 2).predicted
     one = CodecRuntime(
         partition_on("cpu"), "balanced", None, list, memory_budget=need, info=logged.append, warn=logged.append
     )
     one.begin_run(20)
     for transformer in "aabb":
-        assert not one.layer_codecs("attn", transformer, 0, SIZES, transformer).int8_references
+        assert one.layer_codecs("attn", transformer, 0, SIZES, transformer) is not None
         one.end_step()
-    assert [line for line in logged if "are lossless" in line] == [line for line in logged if ": 0 of 1 layers" in line]
+    assert [line for line in logged if "and send 8 bits" in line] == [
+        line for line in logged if ": 0 of 1 layers" in line
+    ]
 
 
 def test_two_transformers_of_one_step_keep_their_references() -> None:

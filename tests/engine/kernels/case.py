@@ -1,17 +1,21 @@
 """Values, references and payloads for tests of the kernel backends."""
 
+from types import ModuleType
+from typing import NamedTuple
+
 import torch
 
-from xfuser_cocodiff.engine.compression.codec import Codec
-from xfuser_cocodiff.engine.kernels.quantize import tokens_per_row
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes
 from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
-    ActiveTokens,
-    Base,
     EncodeResult,
+    Int8Rows,
+    MessagePart,
     Prediction,
+    num_links,
     remote_slots,
+    rows_of,
     write_remote_slots,
 )
 
@@ -19,8 +23,15 @@ HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_a
 DEVICE = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
 FIRST, SECOND, MIDDLE = range(1), range(1, 2), range(1, 3)
 """Slots of this rank, among three or four."""
-Encoded = tuple[torch.Tensor, EncodeResult]
-"""A payload, and the result of encoding it."""
+KEYFRAME, REFERENCE, EXTRAPOLATED = KINDS = ("keyframe", "reference", "extrapolated")
+"""Predictions: zeros, the reference, and the reference with a part of its last change."""
+
+
+class Encoded(NamedTuple):
+    """A part, whose payload is written, and the result of encoding it."""
+
+    part: MessagePart
+    result: EncodeResult
 
 
 class Case:
@@ -32,105 +43,85 @@ class Case:
         generator = torch.Generator().manual_seed(dim + tokens)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+            return torch.randn(*shape, generator=generator).to(DEVICE)
 
-        self.local_slots, links = local_slots, slots - len(local_slots or ())
+        self.local_slots, links = local_slots, num_links(slots, local_slots)
+        self.shape = links, 2, 3, tokens, dim
+        self.reference = draw(*self.shape)
+        self.previous = self.reference + 0.1 * draw(*self.shape)
         # Tokens outside of heads: the strides of tensors that models pass.
         self.values = draw(slots, 2, tokens, 3, dim).transpose(2, 3)
-        self.reference = draw(links, 2, 3, tokens, dim)
-        self.previous = self.reference + (0.1 * draw(*self.reference.shape)).to(dtype)
-        self.values.copy_(self.values.float() * 0.1 + self._in_slots(self.reference))
-        self.target = torch.zeros(slots, 2, tokens, 3, dim, dtype=dtype, device=DEVICE).transpose(2, 3)
+        in_slots = torch.zeros(self.values.shape, device=DEVICE)
+        write_remote_slots(in_slots, self.reference, local_slots)
+        self.values = (0.1 * self.values + in_slots).to(dtype)
+        self.base = draw(links, 2, tokens, 3, dim).to(dtype).transpose(2, 3)
+        """A base whose tokens lie outside of heads, as those of values do."""
 
-    def _in_slots(self, reference: torch.Tensor) -> torch.Tensor:
-        whole = torch.zeros(self.values.shape, dtype=reference.dtype, device=DEVICE)
-        write_remote_slots(whole, reference, self.local_slots)
-        return whole.float()
+    def prediction(self, kind: str, gain: float = 0.5) -> Prediction:
+        """Return a prediction, with another gain for each link."""
+        if kind == KEYFRAME:
+            return Prediction()
+        gains = (GAIN_STEPS * gain / (1 + torch.arange(self.shape[0], device=DEVICE))).to(torch.uint8)
+        previous = Int8Rows.of(self.previous) if kind == EXTRAPOLATED else None
+        return Prediction(Int8Rows.of(self.reference), previous, gains)
 
-    def prediction(self, gain: float = 0.0) -> Prediction:
-        """Return a prediction with another gain for each link; with gain 0 it is the reference."""
-        gains = (GAIN_STEPS * gain / (1 + torch.arange(len(self.reference), device=DEVICE))).to(torch.uint8)
-        return Prediction(self.reference, self.previous if gain else None, gains)
-
-    def rows(self, bits: float | None, active: int | None = None) -> int:
-        """Return the number of scales of a link."""
-        _, groups, heads, tokens, dim = self.reference.shape
-        row_tokens = tokens_per_row(bits, dim, tokens, active is None) if bits else 1
-        return groups * heads * (tokens if active is None else active) // row_tokens
-
-    def active(self, count: int | None) -> ActiveTokens | None:
-        """Return `count` random active tokens per group, or None for all."""
-        if count is None:
-            return None
-        links, groups, _, tokens, _ = self.reference.shape
-        scores = torch.rand(links, groups, tokens, generator=torch.Generator().manual_seed(1))
-        mask = torch.zeros(scores.shape, dtype=torch.uint8).scatter_(-1, scores.topk(count, -1).indices, 1)
-        return ActiveTokens(mask.to(DEVICE), tokens, count)
-
-    def base(self, weight: float) -> Base:
-        """Return a base whose tokens lie outside of heads, as those of values do."""
-        links, groups, heads, tokens, dim = self.reference.shape
-        generator = torch.Generator().manual_seed(7)
-        values = torch.randn(links, groups, tokens, heads, dim, generator=generator)
-        return Base(values.to(self.reference.dtype).to(DEVICE).transpose(2, 3), weight)
-
-    def plus(self, base: Base) -> torch.Tensor:
-        """Return values whose difference to a base is the case's values, up to rounding; local slots hold NaN."""
+    def plus_base(self) -> torch.Tensor:
+        """Return values whose difference to the base is the case's values, up to rounding; local slots hold NaN."""
         whole = torch.full(self.values.shape, float("nan"), device=DEVICE)
-        difference = remote_slots(self.values, self.local_slots).float()
-        write_remote_slots(whole, difference + base.weight * base.values.float(), self.local_slots)
+        write_remote_slots(whole, self.remote(self.values).float() + self.base.float(), self.local_slots)
         return torch.empty_like(self.values).copy_(whole)
 
-    def encoded(
-        self,
-        kernel,
-        *how: object,
-        values: torch.Tensor | None = None,
-        sends_gain: bool = False,
-        base: Base | None = None,
-    ) -> Encoded:
-        """Encode into a payload between other bytes, check that these stay unchanged, and return both results.
+    def remote(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the slots of other ranks."""
+        return remote_slots(values, self.local_slots)
 
-        Args:
-            kernel: module of a backend.
-            how: prediction, bits and active tokens.
-            values: other values than the case's.
-            sends_gain: whether the payload carries the gain.
-            base: base that is subtracted from the values.
-        """
-        values, (_, bits, active) = self.values if values is None else values, how
-        codec = Codec(bits, 1.0 if active is None else active.count / active.tokens)
-        size = codec.payload_bytes(self.reference.shape, values.dtype) + (GAIN_BYTES if sends_gain else 0)
-        wide = torch.full((len(values), -(-size // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
-        result = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.local_slots, sends_gain, base)
-        assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + size :] == 0xA5).all()
+    def part(self, prediction: Prediction, bits: float, sends_gain: bool = False, **more: torch.Tensor) -> MessagePart:
+        """Return a part whose payload lies between other bytes."""
+        rows, size = rows_of(self.shape)
+        num_bytes = level_bytes(bits, rows, size) + rows + GAIN_BYTES * sends_gain
+        wide = torch.full((len(self.values), -(-num_bytes // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
+        how = prediction, bits, wide[:, 8 : 8 + num_bytes], self.local_slots, sends_gain, more.get("base")
+        return MessagePart(more.get("values", self.values), *how)
+
+    def encoded(self, kernel: ModuleType, part: MessagePart) -> Encoded:
+        """Encode a part, and check that bytes around its payload stay unchanged."""
+        wide = torch.as_strided(part.payload, (len(self.values), part.payload.stride(0)), part.payload.stride(), 0)
+        [result] = kernel.encode([part])
+        assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + part.payload.shape[1] :] == 0xA5).all()
         assert all((wide[slot] == 0xA5).all() for slot in self.local_slots or ())
-        return wide[:, 8 : 8 + size], result
+        return Encoded(part, result)
+
+    def decoded(self, kernel: ModuleType, part: MessagePart, base: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode a part into a new target (P, G, H, T, D), check the reference against the sender's, and return it."""
+        target = torch.zeros_like(self.values)
+        [rows] = kernel.decode([part._replace(values=target, base=base)])
+        assert not any(target[slot].any() for slot in self.local_slots or ())
+        self.new_reference = rows
+        return target
 
 
-def levels_of_rows(packed: torch.Tensor, rows: int, bits: float) -> torch.Tensor:
-    """Return packed levels (L, n) by row, (L, rows, ...), as numbers or as bytes.
+def sections(case: Case, part: MessagePart) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the levels (L, R, N) and scales (L, R) of a part's payload."""
+    rows, size = rows_of(case.shape)
+    levels, scales = case.remote(part.payload)[:, : level_bytes(part.bits, rows, size) + rows].split(
+        [level_bytes(part.bits, rows, size), rows], 1
+    )
+    grid = GRIDS[part.bits]
+    units = levels.contiguous().view(torch.int16).int().bitwise_and(0xFFFF).unflatten(1, (-1, size))
+    digits = [units // grid.levels**digit % grid.levels for digit in range(grid.per_unit)]
+    return torch.stack(digits, 2).flatten(1, 2)[:, :rows], scales
 
-    With 1.6 and 2.7 bits, byte j of five or three adjacent rows holds their levels in column j, the first row's lowest.
-    """
-    if bits not in (1.6, 2.7):
-        return packed.unflatten(1, (rows, -1))
-    base, of_byte = (3, 5) if bits == 1.6 else (6, 3)
-    groups = packed.int().unflatten(1, (-(-rows // of_byte), -1))
-    return torch.stack([groups // base**digit % base for digit in range(of_byte)], 2).flatten(1, 2)[:, :rows]
+
+def assert_equal_up_to_scales(case: Case, one: Encoded, other: Encoded) -> None:
+    """Assert that two encodings are equal, but for one scale in a thousand, and one level, on a rounding boundary."""
+    (levels, scales), (other_levels, other_scales) = (sections(case, each.part) for each in (one, other))
+    assert (scales.int() - other_scales.int()).abs().max() <= 1
+    equal = scales == other_scales
+    assert (~equal).sum() <= 1 + equal.numel() // 1000
+    apart = (levels - other_levels)[equal].abs()
+    assert apart.max() <= 1 and (apart > 0).sum() <= 1 + apart.numel() // 1000
 
 
-def assert_equal_up_to_scales(case: Case, one: Encoded, other: Encoded, rows: int, bits: float | None) -> None:
-    """Assert that two encodings are equal bit for bit, but for one scale in a thousand on a rounding boundary."""
-    payloads = [remote_slots(payload, case.local_slots) for payload, _ in (one, other)]
-    if bits is None:
-        assert torch.equal(*payloads) and torch.equal(one[1].reference, other[1].reference)
-        return
-    scales = [payload[:, payload.shape[1] - rows :].int() for payload in payloads]
-    assert (scales[0] - scales[1]).abs().max() <= 1
-    assert (scales[0] != scales[1]).sum() <= 1 + scales[0].numel() // 1000
-    equal = scales[0] == scales[1]
-    levels = [levels_of_rows(payload[:, : payload.shape[1] - rows], rows, bits) for payload in payloads]
-    assert torch.equal(levels[0][equal], levels[1][equal])
-    if equal.all():
-        torch.testing.assert_close(one[1].reference, other[1].reference, rtol=0, atol=0, equal_nan=True)
+def same_reference(one: Int8Rows, other: Int8Rows) -> bool:
+    """Return whether two references have the same bits."""
+    return all(map(torch.equal, one, other))

@@ -1,13 +1,13 @@
 """Compile the kernels of messages for a GPU that need not be present, such as sm_90.
 
-    python -m tests.engine.kernels.compile_kernels 90                # messages of all codecs
+    python -m tests.engine.kernels.compile_kernels 90                # messages of all kinds
     python -m tests.engine.kernels.compile_kernels 90 balanced fast  # what the self-checks of these modes launch
     python -m tests.engine.kernels.compile_kernels 90 message        # one message of three tensors
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
 Triton backend would launch them with, by the Triton that PYTHONPATH has. Prints Triton's version and for each kernel as
 JSON: the number of fused multiply-adds, the widths of memory accesses, registers and stack of a thread, and the share
-of the multiprocessor's warps that can be resident; for messages of given codecs also what is encoded, and the
+of the multiprocessor's warps that can be resident; for messages of given codecs also what is predicted, and the
 instructions of the longest loop per value of a thread.
 """
 
@@ -26,23 +26,18 @@ import triton
 import triton.language as tl
 from triton.backends import nvidia
 
-from tests.engine.kernels.case import Case
+from tests.engine.kernels.case import EXTRAPOLATED, KEYFRAME, REFERENCE, Case
 from tests.engine.kernels.launches import KERNELS, as_on_accelerators, self_check, set_target
-from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.kernels import triton_kernels
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, MessagePart
 
 TOKENS, HEAD_DIM = 288, 128
 REGISTERS, MAX_WARPS, MAX_BLOCKS, SHARED_BYTES = 2**16, 64, 32, 164 * 1024
 """Limits of a multiprocessor of A100, H100 and B200; the latter two have more shared memory."""
 THREAD_BYTES = 16
 """Bytes of values that a thread has of a tile."""
-THREE_TENSORS = (1.6, 2, 1.6), True, True
-CODED = (
-    *(((bits,), False, False) for bits in (1, 1.6, 2, 2.7, 4, 8, None)),
-    *(((1.6,), True, False), ((2.7,), False, True), ((8,), False, True), THREE_TENSORS),
-)
-"""Messages: bits of each tensor, whether tokens are selected, and whether a base is subtracted."""
+THREE_TENSORS = EXTRAPOLATED, 3, True
+MESSAGES = (KEYFRAME, 1, False), (REFERENCE, 1, False), (EXTRAPOLATED, 1, False), THREE_TENSORS
+"""Messages: what is predicted, number of tensors, and whether a base is subtracted."""
 
 
 class Compiler:
@@ -79,28 +74,22 @@ class Compiler:
                 self_check(mode)
         yield from map(properties, self.compiled.values())
 
-    def run(self, dtype: torch.dtype, bits: tuple[float | None, ...], selects: bool, based: bool) -> Iterator[dict]:
+    def run(self, dtype: torch.dtype, kind: str, number: int, based: bool) -> Iterator[dict]:
         """Yield what is known of the kernels of a message."""
-        case, known = Case(dtype, range(1), dim=HEAD_DIM, tokens=TOKENS), any(bits) or selects
-        active, prediction = case.active(TOKENS // 2 if selects else None), case.prediction(0.5) if known else None
-        if prediction:  # as in all runs on accelerators
-            links, _, heads, _, dim = case.reference.shape
-            prediction = prediction._replace(channel_scales=torch.ones(links, heads, dim))
-        base = case.base(1.0) if based else None
-        codecs = [Codec(each, 0.5 if selects else 1.0) for each in bits]
-        sizes = [codec.payload_bytes(case.reference.shape, dtype) + GAIN_BYTES * known for codec in codecs]
-        payloads = [torch.empty(3, -(-size // 64) * 64, dtype=torch.uint8)[:, :size] for size in sizes]
+        case, bits = Case(dtype, range(1), dim=HEAD_DIM, tokens=TOKENS), 2
+        links, _, heads, _, dim = case.shape
+        prediction = case.prediction(kind)._replace(channel_scales=torch.ones(links, heads, dim))  # as in all runs
+        part = case.part(prediction, bits, kind == EXTRAPOLATED, **({"base": case.base} if based else {}))
+        size = part.payload.shape[1]
         parts = [
-            MessagePart(case.values, prediction, each, active, payload, case.local_slots, known, base)
-            for each, payload in zip(bits, payloads, strict=True)
+            part._replace(payload=torch.empty(3, -(-size // 64) * 64, dtype=torch.uint8)[:, :size])
+            for _ in range(number)
         ]
         self.compiled.clear()
-        triton_kernels.encode_all(parts)
-        triton_kernels.decode_all([part._replace(values=case.target) for part in parts])
-        if prediction:
-            triton_kernels.scores(case.values, prediction, case.local_slots, base)
+        triton_kernels.encode(parts)
+        triton_kernels.decode(parts)
         for kernel in self.compiled.values():
-            found = {"type": str(dtype), "bits": bits, "selects": selects, "base": based}
+            found = {"type": str(dtype), "kind": kind, "base": based}
             found["instructions"] = loop_instructions(kernel) / (THREAD_BYTES / dtype.itemsize)
             yield found | properties(kernel)
 
@@ -175,7 +164,7 @@ def main() -> None:
     elif what:
         rows = compiler.run_modes(what)
     else:
-        messages = [(torch.bfloat16, *message) for message in CODED] + [(torch.float32, *CODED[0])]
+        messages = [(torch.bfloat16, *message) for message in MESSAGES] + [(torch.float32, *MESSAGES[1])]
         rows = (row for message in messages for row in compiler.run(*message))
     found = {"triton": triton.__version__, "kernels": list(rows)}
     if what == ["message"]:

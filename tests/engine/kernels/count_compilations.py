@@ -30,6 +30,8 @@ SHAPES = (  # slots, groups, heads, tokens, head dim
 )
 MESSAGES = (("qkv", "o"), ("v", "qk", "o"), ("kv",))
 STEPS = 4
+BITS = (8, 4, 5.3, 8), (8, 3.2, 1.6, 2.7)
+"""Bits of each step of a run."""
 
 
 class CountedKernel:
@@ -63,15 +65,15 @@ def send(layer: Loopback, values: Mapping[str, torch.Tensor], codecs: Mapping, s
         coded.decode(received, tensors, lambda buffer: buffer)
 
 
-def run(mode: str, total: int, is_guided: bool, messages: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Run the first steps of a run with a layer of each branch."""
-    schedule = modes.preset(mode, total, is_guided)
+def run(mode: str, bits: tuple[float, ...], is_guided: bool, messages: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Run the first steps of a run with a layer of each branch, at the bits that rate control might choose."""
+    schedule, total = modes.PRESETS[mode], 50
     leading = Loopback(messages, schedule.joint if is_guided else 0.0)
     branches = [leading, Loopback(messages, schedule.joint, leading)][: 1 + is_guided]
     values = {name: torch.empty(shape, dtype=torch.bfloat16) for name in "qkvo"}
     for step in range(STEPS):
         for branch in branches:
-            send(branch, values, schedule.codecs(step, total), step)
+            send(branch, values, schedule.codecs(step, total, bits[step]), step)
 
 
 def main() -> None:
@@ -87,13 +89,13 @@ def main() -> None:
     with as_on_accelerators():
         self_check(mode)
         found = {"self-check": count(), "runs": {}}
-        for total in (50, 20):
+        for bits in BITS:
             for is_guided in (False, True):
                 for messages in MESSAGES:
                     for shape in SHAPES:
                         before = count()
-                        run(mode, total, is_guided, messages, shape)
-                        found["runs"][f"{total} steps, guided: {is_guided}, {messages}, {shape}"] = count() - before
+                        run(mode, bits, is_guided, messages, shape)
+                        found["runs"][f"bits {bits}, guided: {is_guided}, {messages}, {shape}"] = count() - before
     print(json.dumps(found))
 
 

@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.compression import codec_check, message
 from xfuser_cocodiff.engine.compression import codecs as coding
 from xfuser_cocodiff.engine.compression.loopback import Loopback
 
-KERNELS = "scores_kernel", "order_kernel", "encode_kernel", "decode_kernel"
+KERNELS = "encode_kernel", "decode_kernel"
 
 
 def set_target(capability: int) -> None:
@@ -29,7 +29,7 @@ def as_on_accelerators() -> Iterator[None]:
     """Launch the kernels that accelerators would launch, within this context."""
 
     def send(choice: str, layer: Loopback, values: Mapping, codecs: Mapping, step: int) -> None:
-        layer.send(values, codecs, seed=step)
+        layer.send(values, codecs, step=step)
 
     with (
         mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON),

@@ -26,7 +26,7 @@ def quantized_slowly(row: list[float], bits: float) -> list[float]:
     """Return a row's decoded values: the middle of the nearest level of a uniform grid around zero."""
     levels, width = GRIDS[bits].levels, GRIDS[bits].width
     if bits >= 4:  # the maximum lies at the grid's outer edge
-        code = math.ceil(6 * math.log2(max(map(abs, row)) / (levels / 2 * width))) if any(row) else 0
+        code = math.floor(6 * math.log2(max(map(abs, row)) / (levels / 2 * width)) + 1) if any(row) else 0
     else:
         scale = max(math.sqrt(sum(value * value for value in row) / len(row)), 0.4 * max(map(abs, row)))
         code = round(6 * math.log2(scale)) if any(row) else 0
@@ -67,32 +67,28 @@ def test_channel_scales_are_roots_of_the_ratio_to_the_median() -> None:
     assert torch.equal(channel_scales(torch.zeros(2, 1, 3, 0, 11)), torch.ones(2, 3, 11)), "no tokens"
 
 
-@pytest.mark.parametrize(("bits", "base", "of_byte"), [(1.6, 3, 5), (2.7, 6, 3)])
-@pytest.mark.parametrize("rows", [1, 7, 15])
-def test_a_byte_has_the_levels_of_adjacent_rows(bits: float, base: int, of_byte: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "per_unit"), [(1, 16), (1.6, 10), (2, 8), (2.7, 6), (3.2, 5), (4, 4), (5.3, 3), (8, 2)]
+)
+@pytest.mark.parametrize("rows", [1, 7, 30])
+def test_two_bytes_have_the_levels_of_adjacent_rows(bits: float, per_unit: int, rows: int) -> None:
     """The levels of missing rows count as 0."""
+    grid = GRIDS[bits]
     values = torch.randn(2, rows, 24, generator=torch.Generator().manual_seed(rows))
     packed, scales, decoded = quantize(values, bits)
-    widths = GRIDS[bits].width * 2 ** ((scales.int() - 168) / 6)
-    levels = (decoded / widths + (base - 1) / 2).round().int()
+    assert packed.shape[1] == level_bytes(bits, rows, 24) == 2 * 24 * math.ceil(rows / per_unit)
+    widths = grid.width * 2 ** ((scales.int() - 168) / 6)
+    levels = (decoded / widths + (grid.levels - 1) / 2).round().int()
     for link in range(2):
-        for number, byte in enumerate(packed[link].tolist()):
-            first, column = number // 24 * of_byte, number % 24
-            digits = levels[link, first : first + of_byte, column].tolist()
-            assert byte == sum(digit * base**place for place, digit in enumerate(digits))
-
-
-@pytest.mark.parametrize(("bits", "of_byte"), [(1.6, 5), (2.7, 3)])
-@pytest.mark.parametrize(("tokens", "heads"), [(172, 3), (288, 6), (2592, 3)])
-def test_levels_take_no_more_bytes_than_rows_packed_by_themselves(
-    bits: float, of_byte: int, tokens: int, heads: int
-) -> None:
-    rows = tokens * heads
-    assert level_bytes(bits, rows, 128) <= rows * math.ceil(128 / of_byte)
+        pairs = packed[link].tolist()
+        for number, unit in enumerate(low + 256 * high for low, high in zip(pairs[::2], pairs[1::2], strict=True)):
+            first, column = number // 24 * per_unit, number % 24
+            digits = levels[link, first : first + per_unit, column].tolist()
+            assert unit == sum(digit * grid.levels**place for place, digit in enumerate(digits))
 
 
 @pytest.mark.parametrize(
-    ("bits", "decibels"), [(1, 4.40), (1.6, 7.21), (2, 9.25), (2.7, 12.18), (4, 19.38), (8, 40.34)]
+    ("bits", "decibels"), [(1, 4.40), (1.6, 7.21), (2, 9.25), (2.7, 12.18), (3.2, 15.13), (4, 19.38), (8, 40.34)]
 )
 def test_normal_distribution_has_the_snr_of_theory(bits: float, decibels: float) -> None:
     """Compare with uniform levels of J. Max, 1960, table II.
@@ -104,7 +100,7 @@ def test_normal_distribution_has_the_snr_of_theory(bits: float, decibels: float)
     values = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
     error = values - dequantize(*quantize(values, bits)[:2], bits, 128)
     found = 10 * math.log10(values.square().mean() / error.square().mean())
-    price_of_outliers = 0.5 if bits in (1.6, 2, 2.7) else 0.0
+    price_of_outliers = 0.5 if bits in (1.6, 2, 2.7, 3.2) else 0.0
     assert decibels - 0.5 - price_of_outliers < found < decibels + 0.5 or (bits == 8 and found > decibels)
 
 
@@ -149,18 +145,18 @@ def int8_slowly(row: np.ndarray) -> np.ndarray:
     maximum = next((each for each in maxima if each >= np.abs(row).max()), maxima[-1])
     if maximum == 0:
         return np.zeros_like(row)
-    levels = np.rint(row * np.float32(1 / (2.0 ** ((maxima.index(maximum)) / 6 - 26) / 127)))
+    levels = np.floor(np.float32(0.5) + row * np.float32(1 / (2.0 ** ((maxima.index(maximum)) / 6 - 26) / 127)))
     return levels.clip(-127, 127) * np.float32(2.0 ** (maxima.index(maximum) / 6 - 26) / 127)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_int8_references_follow_row_maxima(dtype: torch.dtype) -> None:
-    values = torch.randn(60, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
-    values *= torch.logspace(-9, 4, 60)[:, None].to(dtype)
+    values = torch.randn(60, 24, generator=torch.Generator().manual_seed(1))
+    values = (values * torch.logspace(-9, 4, 60)[:, None]).to(dtype).float()
     values[3], values[4] = 0, 2.0**-2
     levels, codes = to_int8(values)
-    assert (levels.dtype, codes.dtype, codes.shape) == (torch.int8, torch.uint8, (60, 1))
-    for row, expected in zip(from_int8(levels, codes), values.float(), strict=True):
+    assert (levels.dtype, codes.dtype, codes.shape) == (torch.int8, torch.uint8, (60,))
+    for row, expected in zip(from_int8(levels, codes), values, strict=True):
         np.testing.assert_array_equal(row.numpy(), int8_slowly(expected.numpy()))
 
 
@@ -188,7 +184,8 @@ def test_int8_references_are_equal_on_every_device() -> None:
     """Use no operation whose last bit depends on the device or on the order of a sum, since both ends compute it."""
     to_int8(torch.randn(3, 8))  # creates the tables
     with Operations() as used:
-        from_int8(*to_int8(torch.randn(3, 8).bfloat16()))
-    exact = {"abs", "amax", "bucketize", "clamp", "where", "eq", "ne", "mul", "round", "nan_to_num", "index"}
-    moves = {"randn", "detach", "lift_fresh", "_to_copy", "scalar_tensor"}
+        from_int8(*to_int8(torch.randn(3, 8)))
+    exact = {"abs", "amax", "clamp", "eq", "ne", "lt", "gt", "mul", "add", "sub", "floor", "nan_to_num", "index"}
+    exact |= {"bitwise_and", "bitwise_not", "logical_not", "masked_fill", "__rshift", "__and__", "where"}
+    moves = {"randn", "detach", "lift_fresh", "_to_copy", "scalar_tensor", "view", "unsqueeze"}
     assert used.names - moves <= exact

@@ -71,17 +71,18 @@ BAD = {
             "bits=",
             "bits=3",
             "bits=nan",
-            "bits=2->",
-            "bits=4->2->1",
+            "bits=4->2",
+            "bits=2,error=0.1",
             "bites=4",
             "bits=2,bits=4",
             "bits=4;first=8",
         ),
-        *("warmup=-1", "warmup=1.5", "refresh=", "cached=2", "cached=nan", "cached=0->", "score=best", "predictor=2"),
-        *("predictor=", "joint=3", "joint=-1", "exact=", "exact=a++b", "@", "@/nowhere.json", "@/", "@" + "x" * 5000),
+        *("warmup=-1", "warmup=1.5", "refresh=10", "cached=0.5", "score=drift", "bits_o=2", "predictor=2", "error=0"),
+        *("predictor=", "joint=0.5", "joint=-1", "exact=", "exact=a++b", "@", "@/nowhere.json", "error=2", "error=nan"),
         *(f"warmup={LONG}", "=", ",", "bits=4,", "first=exactly"),
     ),
     "slow_axes": ("tile", "node,", "all", "node;gpu", "none", "Node", ",", "auto,node"),
+    "error": ("", "0", "-1", "1.5", "nan", "inf", "2 %"),
     "virtual": ("2x2", "ring:2x2", "flat", "nonsense"),
     "memory_budget": ("", "0", "-2", "nan", "inf", "lots", "2GiB", "1e308", "1e400"),
     "kernels": ("cuda", "Torch", "triton,torch"),
@@ -102,12 +103,13 @@ GOOD = {
     "timeout": ("1e-3", "30", "1e8"),
     "v_first": ("auto", "on", "off"),
     "head_groups": ("auto", "1", "64"),
-    "mode": ("exact", "paper", "balanced", "fast", "auto"),
+    "mode": ("exact", "paper", "balanced", "fast"),
     "schedule": (
-        *("bits=4", "bits=8->2,bits_q=1.6, bits_o = exact", "warmup=0", "first=exact", "refresh=0", "cached=0->0.5"),
-        *("score=drift", "predictor=auto", "predictor=1", "joint=2", "exact=blocks.0+blocks.1"),
+        *("bits=4", "bits = exact, first=8", "bits=3.2", "error=0.05", "warmup=0", "first=exact"),
+        *("predictor=0", "predictor=1", "joint=1", "exact=blocks.0+blocks.1"),
     ),
     "slow_axes": ("auto", "node", "gpu", "node,gpu", " node , gpu ", "node,node"),
+    "error": ("0.05", "1"),
     "memory_budget": ("1e-9", "2.5"),
     "kernels": ("auto", "torch"),
     "cache": ("off", "/nowhere/cache"),
@@ -206,8 +208,6 @@ TOKENS = (
         "refresh",
         "cached",
         "first",
-        "score",
-        "drift",
         "predictor",
         "joint",
         "blocks.0",
@@ -242,11 +242,6 @@ PROFILE = {
     **{"topology": "node=2,gpu=2", "ranks": 4, "links": links("2x2"), "contention": 1.0},
     **{"launch_seconds": 1e-6, "copy_bytes_per_second": 1e9, "codec_bytes_per_second": 1e9, "coding_host_seconds": 0},
 }
-ALLOCATION = {
-    **{"format": "cocodiff schedule 1", "model": None, "layers": ["a"], "steps": 4, "starts": [0.0], "first": "bits=8"},
-    **{"predictor": 0.5, "joint": None},
-    "schedule": [{"layer": "a", "tensor": each, "steps": [0, 3], "codec": "bits=2"} for each in "qkvo"],
-}
 STRANGE = [None, True, "", "a", "1", -1, 0, 0.5, 1e400, float("nan"), 10**400, [], [[]], [None], {}, {"a": 1}]
 """JSON values, some of them numbers that others write."""
 
@@ -266,24 +261,16 @@ def with_part(value: Any, path: tuple, part: Any) -> Any:
     return copy
 
 
-@pytest.mark.parametrize(
-    ("option", "mark", "content"),
-    [
-        ("profile", "", {"profile": PROFILE}),
-        ("schedule", "@", ALLOCATION),
-    ],
-    ids=["profile", "schedule"],
-)
-def test_changed_files_are_a_config_or_name_the_option(tmp_path: Path, option: str, mark: str, content: dict) -> None:
-    file = tmp_path / "file.json"
-    values = {**SHARED, "model": "FLUX.1-dev", f"cocodiff_{option}": f"{mark}{file}"}
+def test_changed_profiles_are_a_config_or_name_the_option(tmp_path: Path) -> None:
+    file, content = tmp_path / "file.json", {"profile": PROFILE}
+    values = {**SHARED, "cocodiff_profile": str(file)}
     for path in paths(content):
         for strange in STRANGE:
             file.write_text(json.dumps(with_part(content, path, strange)))
             try:
                 config = config_of(values)
             except ValueError as error:
-                assert_names(error, f"--cocodiff_{option}")
+                assert_names(error, "--cocodiff_profile")
                 continue
             assert config is not None
             if config.profile:  # it can be used
@@ -300,11 +287,3 @@ def test_profiles_with_links_of_other_types_are_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps({"profile": {**PROFILE, **changed}}))
         with pytest.raises(ValueError, match=r"--cocodiff_profile: .* has no link profile"):
             config_of({**SHARED, "cocodiff_profile": str(file)})
-
-
-@pytest.mark.parametrize("changed", [{"predictor": "most"}, {"predictor": 2}, {"steps": 0}, {"model": 5}], ids=str)
-def test_schedules_with_values_that_no_run_has_are_refused(tmp_path: Path, changed: dict) -> None:
-    file = tmp_path / "schedule.json"
-    file.write_text(json.dumps({**ALLOCATION, **changed}))
-    with pytest.raises(ValueError, match=f"--cocodiff_schedule: .*{next(iter(changed))}"):
-        config_of({**SHARED, "model": "FLUX.1-dev", "cocodiff_schedule": f"@{file}"})

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.config import Overlap, parse_slow_axes, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
@@ -54,7 +56,7 @@ def test_memory_budget_is_in_gib() -> None:
         (
             {"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"},
             {},
-            ["--cocodiff_schedule", "'3'", "1, 1.6, 2, 2.7, 4, 8"],
+            ["--cocodiff_schedule", "'3'", "1, 1.6, 2, 2.7, 3.2, 4, 5.3, 8"],
         ),
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
         ({"cocodiff_timeout": "1e18"}, {}, ["--cocodiff_timeout", "1e18", "seconds above 0, up to 1e+08"]),
@@ -157,3 +159,23 @@ def test_overlap_options() -> None:
     for bad in ("0", "-1", "1.5", "many"):
         with pytest.raises(ValueError, match=f"--cocodiff_head_groups: '{bad}' is not valid; valid are 'auto'"):
             overlap(head_groups=bad)
+
+
+def test_an_error_replaces_that_of_the_mode() -> None:
+    values = {"use_cocodiff": True, "cocodiff_error": "0.05"}
+    ranks = SequenceRanks(4, Topology.parse("node=2,gpu=2"))
+
+    def schedule(**more: str) -> str | None:
+        return resolve({**values, **more}, {}, ranks, "cpu").schedule
+
+    for mode in ("balanced", "fast"):
+        assert CodecSchedule.parse(schedule(cocodiff_mode=mode), modes.PRESETS[mode]).error == 0.05
+    both = CodecSchedule.parse(schedule(cocodiff_schedule="joint=0"), modes.BALANCED)
+    assert (both.error, both.joint) == (0.05, 0.0)
+    for more, message in (
+        ({"cocodiff_mode": "exact"}, "'error=0.05' has no effect in the mode exact"),
+        ({"cocodiff_mode": "paper"}, "'0.05' has no effect in the mode paper"),
+        ({"cocodiff_schedule": "bits=2"}, "has 'bits' and 'error'"),
+    ):
+        with pytest.raises(ValueError, match=f"--cocodiff_error.*{message}"):
+            schedule(**more)

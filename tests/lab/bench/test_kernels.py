@@ -21,10 +21,12 @@ def test_rows_count_the_bytes_that_kernels_read_and_write(monkeypatch: pytest.Mo
     record = bench.measure(DEVICE, 4, 2, [("small", 64)])
     tensor = 24 * 8 * 16 * 2 // 4  # per rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
     crossing = tensor // 2
-    payload = crossing // 2 // 8 * 2 + crossing // 2 // 32  # 2 bits per value, one scale for two of six tokens
+    rows = crossing // 2 // 32  # one for two of six tokens
+    payload = 2 * -(-rows // 8) * 32 + rows  # two bytes hold 8 rows at 2 bits, and each row has a scale
+    references = crossing // 2 + rows  # in 8 bits: the last two, and the next
     found = {row["kernel"]: row["bytes"] for row in record["rows"]}
-    assert found["scores"] == 3 * crossing
-    assert found["encode"] == found["decode"] == 4 * crossing + payload
+    assert found["encode"] == found["decode"] == crossing + 3 * references + payload
+    assert found["encode with a base"] == found["decode with a base"] == found["encode"] + crossing
     assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])
     assert [(layer["mode"], len(layer["share"])) for layer in record["layers"]] == [("balanced", 2), ("fast", 2)]
     calls = [(calls["mode"], len(calls["seconds"])) for calls in record["host_calls"]]

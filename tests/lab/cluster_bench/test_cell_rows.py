@@ -15,7 +15,7 @@ from xfuser_cocodiff.lab.cluster_bench.measurement import MeasuredProgram, Measu
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import KEYFRAME, Recording
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
-from xfuser_cocodiff.lab.cluster_bench.variants import Variant, parse, precision_variants
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.simulation.machines import DGX_H100
 
 RATE, MESSAGE = 1e9, 1_000_000
@@ -122,56 +122,6 @@ def test_a_slower_split_is_no_baseline_for_a_disturbed_one(predicted: float, exp
     compared = {row["mode"]: row for row in cell_rows.compare(rows, {"best_stock": ["quiet", "disturbed"]})}
     assert compared["best_stock"]["variant"] == expected
     assert compared["best_stock"]["valid"] == (expected == "quiet")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ((2.0, 2.04, 2.05, 2.06), 3),
-        ((2.0, 2.04, 2.07, 2.0), 1),  # the first one that takes too long ends the choice
-        ((2.0, 2.07, 2.0, 2.0), 0),
-        ((2.0, 2.0, 2.0, None), 2),  # not measured, since it is predicted to be slow
-    ],
-)
-def test_auto_is_the_highest_precision_that_adds_three_percent(seconds: tuple[float, ...], expected: int) -> None:
-    names = precision_variants("auto@slow_axes=node")
-    rows = [
-        {"mode": name, "variant": name, "step_seconds": each and [each] * 3, "predicted_seconds": 2.0, "valid": True}
-        for name, each in zip(names, seconds, strict=True)
-    ]
-    *_, row = cell_rows.compare(rows, {}, {"auto@slow_axes=node": names})
-    assert (row["mode"], row["variant"]) == ("auto@slow_axes=node", names[expected])
-
-
-@pytest.mark.parametrize(("invalid", "expected"), [(0, 0), (1, 0), (2, 1), (3, 2)])
-def test_invalid_measurements_do_not_decide_the_row_of_auto(invalid: int, expected: int) -> None:
-    """The first one ends the choice; if it is that of the lowest precision, the row is invalid for its reason."""
-    names = precision_variants("auto")
-    rows: list[dict[str, Any]] = [
-        {"mode": name, "variant": name, "step_seconds": [2.0] * 3, "valid": True, "invalid_because": []}
-        for name in names
-    ]
-    rows[invalid] |= {"valid": False, "invalid_because": ["no idle core"]}
-    *_, row = cell_rows.compare([{**each, "predicted_seconds": 2.0} for each in rows], {}, {"auto": names})
-    assert row["variant"] == names[expected]
-    assert (row["valid"], row["invalid_because"]) == ((False, ["no idle core"]) if invalid == 0 else (True, []))
-
-
-def test_precisions_that_are_predicted_to_be_slow_are_not_measured() -> None:
-    lowest, *higher = parse(CELL, ["auto"])[1:]
-    assert [each.lowest_precision for each in higher] == ["balanced"] * 3
-    made = []
-    for variant, transfers in zip((lowest, *higher), (1, 1.05, 1.1, 2), strict=True):
-        recording = recorded(variant.name, int(transfers * MESSAGE)).recording
-        made.append(RecordedVariant(CELL, variant, recording, {"block": BLOCKS}))
-    assert [each.variant for each in cell_rows.worth_measuring(made)] == [lowest, *higher[:2]]
-    step = one_block(RANKS, MESSAGE, BEFORE, AFTER)
-    lossy = Recording({"step": step, KEYFRAME: step}, {"step": 0.9, KEYFRAME: 0.1})
-    rows = [
-        cell_rows.predicted_row(RecordedVariant(CELL, each, lossy, {"block": BLOCKS}), QualityRecord())
-        for each in higher
-    ]
-    assert [row["lossless"] for row in rows] == [False, False, True]
 
 
 def test_flat_stock_alone_is_not_best_stock() -> None:

@@ -21,9 +21,9 @@ def variant(name: str, ulysses: int = 16, ring: int = 1) -> dict[str, Any]:
 
 
 def rows_of_sweep() -> list[dict[str, Any]]:
-    """Return rows as `cocodiff quality --sweep --mode balanced,fast,paper,balanced@bits=1;bits_o=1` writes them for
+    """Return rows as `cocodiff quality --sweep --mode balanced,fast,paper,balanced@bits=1;predictor=0` writes them for
     2x2 virtual ranks, each with its number as PSNR."""
-    cases = quality.parse_cases(["balanced", "fast", "paper", "balanced@bits=1;bits_o=1"], [*quality.SWEEP])
+    cases = quality.parse_cases(["balanced", "fast", "paper", "balanced@bits=1;predictor=0"], [*quality.SWEEP])
     rings = (quality.COMPACTFUSION, quality.MODES_IN_RING)
     return [
         {
@@ -71,8 +71,8 @@ def test_modes_are_found_by_their_exchange() -> None:
     assert found(variant("paper")) == ("paper", HEADS)
     assert found(variant("balanced@slow_axes=gpu", 8), pcie) == (quality.MODES_BY_HEADS, HEADS)
     assert found(variant("balanced/hierarchical:gpu;node")) == (quality.MODES_BY_HEADS, HEADS)
-    assert found(variant("balanced@schedule=bits=1;bits_o=1")) == ("balanced, changed", KV)
-    assert found(variant("balanced@schedule=bits=1;bits_o=1", 8, 2)) is None
+    assert found(variant("balanced@schedule=bits=1;predictor=0")) == ("balanced, changed", KV)
+    assert found(variant("balanced@schedule=bits=1;predictor=0", 8, 2)) is None
     assert found(variant("balanced@schedule=bits=3")) is None
 
 

@@ -72,8 +72,8 @@ def test_variants_are_added_to_the_default_ones() -> None:
 
 
 def test_a_schedule_with_one_coded_step_is_valid() -> None:
-    [requested] = parse(modes="balanced@schedule=warmup=49")
-    assert requested.modes == ("balanced@schedule=warmup=49",)
+    [requested] = parse(modes="balanced@schedule=warmup=27")
+    assert requested.modes == ("balanced@schedule=warmup=27",)
 
 
 def test_rules_with_a_ring_run_where_heads_do_not_divide_by_the_ranks_of_a_node() -> None:
@@ -116,10 +116,10 @@ def test_a_size_that_xdit_cannot_run_is_kept_beside_others() -> None:
         ({"modes": "best_stock@v_first=on"}, "--modes 'best_stock@v_first=on' is not valid; valid are default"),
         ({"modes": "exact@color=red"}, "'color' is not valid after @"),
         (
-            {"modes": "exact,balanced@schedule=warmup=50"},
-            "--modes 'balanced@schedule=warmup=50' is not valid: all 50 steps are keyframes",
+            {"modes": "exact,balanced@schedule=warmup=28"},
+            "--modes 'balanced@schedule=warmup=28' is not valid: all 28 steps are keyframes",
         ),
-        ({"modes": "paper@schedule=warmup=1;refresh=1"}, "refresh=1' is not valid: all 50 steps are keyframes"),
+        ({"modes": "paper@schedule=warmup=1;refresh=1"}, "refresh=1' is not valid: all 28 steps are keyframes"),
         ({"modes": "kv-gather", "nodes": "1"}, "--modes 'kv-gather' needs several nodes.*; valid rules are .*fp4"),
         ({"dilation": 0.5}, "--dilation 0.5 is not valid for 2 nodes of aurora; valid are"),
         ({"dilation": 1e9}, r"--dilation 1e\+09 is not valid"),

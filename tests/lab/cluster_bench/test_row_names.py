@@ -6,7 +6,7 @@ import pytest
 
 from xfuser_cocodiff.lab.cluster_bench import requested_cells, row_names
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, HIGHER_PRECISIONS
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 
@@ -23,7 +23,7 @@ from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
         ("exact/flat@v_first=on@head_groups=4", "exact, plan flat, V-First, 4 head groups"),
         ("balanced@slow_axes=node;gpu", "balanced, slow node, gpu"),
         ("paper@slow_axes=gpu", "V-Major (paper), slow gpu"),
-        ("balanced@schedule=bits=1;bits_o=1", "balanced, bits=1, bits_o=1"),
+        ("balanced@schedule=bits=1;predictor=0", "balanced, bits=1, predictor=0"),
         ("balanced 24x1", "balanced, 24x1"),
         ("stock-combined 12x2", "stock, QKV in one message, 12x2"),
     ],
@@ -44,5 +44,4 @@ def test_pictures_show_modes_opponents_and_stock_only() -> None:
     rows = [*requested_cells.DEFAULT_MODES, "stock", "balanced@slow_axes=gpu", "balanced@schedule=bits=1"]
     assert all(map(row_names.is_frontier_row, rows))
     others = ["stock-combined 12x2", "balanced 24x1", row_names.TAPA, row_names.TAPA_AND_V_MAJOR, "exact/flat"]
-    others += [f"balanced@slow_axes=gpu{schedule}" for schedule in HIGHER_PRECISIONS]
     assert not any(map(row_names.is_frontier_row, others))

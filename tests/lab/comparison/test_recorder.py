@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from tqdm import tqdm
 
+from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.lab.comparison import recorder
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
@@ -169,6 +170,30 @@ def test_compressed_fraction_or_reason_is_recorded(
         compression["coded_fraction"],
         compression["coded_reason"] and compression["coded_reason"].partition(";")[0],
     ) == expected
+
+
+def test_errors_are_recorded_without_those_of_every_tensor(
+    active_recorder: recorder.Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keyframe, later = (
+        StepReport(step, {"a": 0.04}, tensor_errors, {}, bits, 40 - 30 * step, 100, 0, 0, not step, 7, 0, ("a",))
+        for step, (bits, tensor_errors) in enumerate([(None, {"k": [0.01] * 2}), (2, {"k": [0.02] * 2, "v": [0.08]})])
+    )
+    runtime = SimpleNamespace(reports=[keyframe, later], yardsticks={"fp8": 0.026, "fp4": 0.095}, value_bytes=2)
+    session = Session(SimpleNamespace(mode="balanced", kernels="torch"), runtime=runtime)
+    monkeypatch.setattr(recorder, "active", lambda: session)
+    active_recorder.begin_run(2)
+    for _ in range(2):
+        active_recorder.end_step(torch.zeros(1))
+    active_recorder.end_run()
+    [run] = json.loads((tmp_path / "rank0.json").read_text())["runs"]
+    assert run["mean_error"] == pytest.approx((0.01 + 0.04) / 2)
+    assert run["error"] == {"k": pytest.approx(0.015), "v": pytest.approx(0.08)}
+    assert run["bits"] == pytest.approx(16 * 50 / 200)
+    assert run["yardsticks"] == {"fp8": 0.026, "fp4": 0.095}
+    assert [(step["bits"], step["error"]) for step in run["codecs"]] == [(None, 0.01), (2, pytest.approx(0.04))]
+    assert {"sent_bytes", "exact_bytes", "errors"} <= run["codecs"][0].keys()
+    assert not {"tensor_errors", "yardstick_errors"} & run["codecs"][0].keys()
 
 
 def test_run_without_latents_is_not_recorded(active_recorder: recorder.Recorder) -> None:

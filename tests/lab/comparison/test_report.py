@@ -45,7 +45,7 @@ def write_records(
     folder.mkdir(parents=True)
     for rank, runs in enumerate(ranks):
         engine = {"rank": rank, "degree": len(ranks), "topology": "gpu=2", "device": "CPU, threads per rank: 1"}
-        engine |= {"slow_axes": ["gpu"], "exchange": {"gpu": "kv"}, "precisions": {"blocks.*": "4 bits"}}
+        engine |= {"slow_axes": ["gpu"], "exchange": {"gpu": "kv"}}
         (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": runs}))
     if latents is not None:
         save_file({"latents": latents}, folder / "latents.safetensors")
@@ -137,7 +137,6 @@ def test_record_has_the_documented_keys(tmp_path: Path) -> None:
     assert exact["step_seconds"] == [0.1, 0.1]
     assert exact["ratio_to_stock"] == 1
     assert (exact["slow_axes"], exact["exchange"]) == (["gpu"], {"gpu": "kv"})
-    assert exact["precisions"] == {"blocks.*": "4 bits"}
     assert exact["a2a_seconds"] == pytest.approx(0.06)
     assert exact["hidden_seconds"] == pytest.approx(0.02)
     assert exact["bytes"] == {"flat": 46667}
@@ -206,9 +205,16 @@ ENCODED = {"sent_bytes": 20, "exact_bytes": 100, "repeated": 1, "reference_bytes
 """Codec statistics of a step: the fields that the report reads."""
 
 
+ERRORS = [
+    {"mean_error": 0.020, "error": {"k": 0.019, "v": 0.021}, "bits": 3.4, "yardsticks": {"fp8": 0.025, "fp4": 0.095}},
+    {"mean_error": 0.022, "error": {"k": 0.021, "v": 0.023}, "bits": 3.6, "yardsticks": {"fp8": 0.027, "fp4": 0.095}},
+]
+"""Errors of a run on each of two ranks."""
+
+
 def test_report_shows_codec_statistics(tmp_path: Path) -> None:
     stock = [[run(step(0.1), step(0.1))]] * 2
-    fast = [[{**run(step(0.1), step(0.1)), "codecs": [ENCODED] * 2}]] * 2
+    fast = [[{**run(step(0.1), step(0.1)), "codecs": [ENCODED] * 2, **ERRORS[rank]}] for rank in range(2)]
     variants = [record_variant(tmp_path / name, *variant) for name, variant in (("stock", stock), ("fast", fast))]
     named = [
         {
@@ -229,7 +235,13 @@ def test_report_shows_codec_statistics(tmp_path: Path) -> None:
     }
     comparison = {**host.header(), "command": "cocodiff", "repeats": 1, "launches": "one", "runs": named}
     html = report.write(comparison, tmp_path).read_text()
-    for text in ("20.0 %", "5.00 kB", "4 messages had values"):
+    assert [named[0][name] for name in ERRORS[0]] == [None, {}, None, {}], "of stock"
+    assert {name: named[1][name] for name in ERRORS[0]} == {
+        **{"mean_error": pytest.approx(0.021), "error": {"k": pytest.approx(0.02), "v": pytest.approx(0.022)}},
+        **{"bits": 3.5, "yardsticks": {"fp8": pytest.approx(0.026), "fp4": 0.095}},
+    }
+    shown = "error 2.1 % (K 2.0 %, V 2.2 %) at 3.5 bits per value; on the same tensors FP8 2.6 %, FP4 9.5 %"
+    for text in ("20.0 %", "5.00 kB", "4 messages had values", shown):
         assert text in html
 
 

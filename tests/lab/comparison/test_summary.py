@@ -14,6 +14,7 @@ def run(name: str, *seconds: float, **more: object) -> dict:
         **{"name": name, "degree": 4, "topology": None if name == "stock" else "node=2,gpu=2"},
         **{"bytes": {"flat": 3000}, "step_seconds": list(seconds), "step_seconds_spread": spread},
         **{"ratio_to_stock": 1.0, "latents": {"bit_equal": True}, "image": {"psnr_db": None, "path": "p.png"}},
+        "mean_error": None,
     }
     return {**defaults, **more}
 
@@ -75,6 +76,16 @@ def test_lines_name_the_exchange_of_each_axis_and_its_bytes() -> None:
     assert summary.exchange_lines({"runs": [run("stock", 1.0, exchange={}), fast, compiled]}) == [
         "Exchange of fast: node kv, gpu heads; sent: node 1.20 kB, gpu 34.00 kB",
         "Exchange of exact: node heads; sent: -",
+    ]
+
+
+def test_lossy_runs_show_their_error_beside_that_of_other_codes() -> None:
+    errors = {"mean_error": 0.0221, "error": {"k": 0.0209, "v": 0.0233}, "bits": 3.42}
+    balanced = run("balanced", 1.0, **errors, yardsticks={"fp8": 0.0262, "fp4": 0.095})
+    fast = run("fast", 1.0, **{**errors, "error": {"v": 0.0221}}, yardsticks={})
+    assert summary.error_lines({"runs": [run("stock", 1.0), run("exact", 1.0), balanced, fast]}) == [
+        "balanced: error 2.2 % (K 2.1 %, V 2.3 %) at 3.4 bits per value; on the same tensors FP8 2.6 %, FP4 9.5 %",
+        "fast: error 2.2 % (V 2.2 %) at 3.4 bits per value",
     ]
 
 

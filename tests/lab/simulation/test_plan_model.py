@@ -20,11 +20,12 @@ from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.engine.settings.config import Overlap, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.simulation import plan_model, sharding
+from xfuser_cocodiff.lab.simulation import assumed_change, plan_model, sharding
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.exchange import HEADS, KV
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
@@ -116,6 +117,12 @@ def test_proposed_sizes_are_valid() -> None:
 # Traffic and memory.
 
 
+def fraction_by_hand(head_dim: int) -> float:
+    """Return the bytes of 50 steps of `balanced` over those in bfloat16: packed levels, and a byte of scale a row."""
+    per_unit = [GRIDS[bits].per_unit for bits in assumed_change.bits_of(modes.BALANCED, 50)]
+    return sum(2 / each + 1 / head_dim for each in per_unit) / 2 / 50
+
+
 def test_traffic_equals_a_calculation_by_hand() -> None:
     """FLUX.1-dev at 1024 px on two nodes of 8 ranks, as 8 x 2 with the ring within nodes."""
     scenario = make_scenario(cluster="ethernet-100")
@@ -127,12 +134,8 @@ def test_traffic_equals_a_calculation_by_hand() -> None:
     assert exact.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(hierarchical))
     encoded = estimate_step(scenario, UlyssesRingSplit(8, 2, "inner"), "balanced")
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 3 / 4)  # fast axes first, without compression
-    # Bytes of 128 values: one each in the first step; later one of 4 values of K, 5 of Q and V, 3 of O. And a scale.
-    first, later = 4 * 128, 128 / 4 + 2 * 128 / 5 + 128 / 3
-    ratio = (first + 49 * later + 50 * 4) / (4 * 256) / 50
-    assert encoded.sent_bytes["node"] == pytest.approx(
-        ratio * 4 * tensor / 2, rel=2e-3
-    )  # plus flags, alignment, last bytes
+    # Besides flags, alignment and last bytes.
+    assert encoded.sent_bytes["node"] == pytest.approx(fraction_by_hand(128) * 4 * tensor / 2, rel=2e-3)
 
 
 def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
@@ -142,11 +145,10 @@ def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
     tensor = 57 * 288 * 24 * 128 * 2
     assert encoded.exchange == {"node": KV, "gpu": HEADS}
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 7 / 8)  # Q, K, V and O, lossless
-    # 8 bits in the first step, then 4 values of K and 5 of V in a byte, and a byte of scale for each
-    ratio = (2 * 128 + 49 * (128 / 4 + 128 / 5) + 50 * 2) / (2 * 256) / 50
-    assert encoded.sent_bytes["node"] == pytest.approx(ratio * 2 * tensor, rel=1e-3)  # K and V, to one other node
-    predictor = 2 if modes.preset("balanced", 50).predictor else 1
-    assert encoded.reference_bytes == predictor * 2 * 2 * tensor  # K and V of both nodes
+    assert encoded.sent_bytes["node"] == pytest.approx(fraction_by_hand(128) * 2 * tensor, rel=1e-3)  # to one node
+    predictor = 2 if modes.BALANCED.predictor else 1
+    # K and V of both nodes, a byte for a value and for a row.
+    assert encoded.reference_bytes == predictor * 2 * 2 * tensor // 2 * 129 // 128
     assert estimate_step(scenario, UlyssesRingSplit(16, 1), "paper").exchange == {"node": HEADS, "gpu": HEADS}
 
 
@@ -255,10 +257,10 @@ def test_traffic_on_measured_slow_axes_is_compressed() -> None:
     assert scenario.slow_axes == ("node", "gpu")
     encoded = estimate_step(scenario, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
-    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), num_slow=12)
+    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.BALANCED, num_slow=12)
     kept = 60 * 4 * values * 11 // 12  # values of the first of two calls, for the other ranks on slow axes
-    assert encoded.reference_bytes == expected.full * 120 + 2 * kept
-    assert encoded.compact_reference_bytes == pytest.approx(expected.int8 * 120 + kept * 129 / 128, rel=1e-6)
+    assert encoded.reference_bytes == expected.predicted * 120 + 2 * kept
+    assert encoded.compact_reference_bytes == expected.single * 120 + 2 * kept
     # A ring across nodes has no axis as slow as those between GPUs, beside which the one between nodes counts as slow.
     with_ring, exact = (estimate_step(scenario, UlyssesRingSplit(12, 2), mode) for mode in ("balanced", "exact"))
     assert with_ring.ring_bytes == exact.ring_bytes
@@ -298,6 +300,8 @@ def traffic_and_references(
         plan = dataclasses.replace(plan, gathers_kv=True)
     options = {"plan": plan, "overlap": overlap, "ring": split.placement}
     run.use_mode(mode, str(topology), **options, ring_topology=ring_topology)
+    if run.runtime:  # else those of the model's own change
+        run.runtime.fixed_bits = assumed_change.bits_of(run.runtime.schedule, STEPS)
     active().traffic.reset()
     run()
     reference_bytes = run.runtime.reports[-1].reference_bytes if run.runtime else 0
@@ -371,18 +375,63 @@ def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_references_beyond_the_default_budget_leave_layers_lossless() -> None:
-    """In 8 bits where they do not fit, and layers of the second call then, whose references take more."""
+    """Without prediction where they do not fit, and layers of the second call then, whose references take more."""
     options = {"model": "wan", "resolution": 720, "degree": 16, "cluster": "ethernet-100"}
-    rows = [plan_model.record(**options, memory=memory)["modes"][2] for memory in (80, 48, 40, 30)]
-    full, int8 = (rows[0][name] / GIB for name in ("reference_bytes", "compact_reference_bytes"))
+    rows = [plan_model.record(**options, memory=memory)["modes"][2] for memory in (80, 44, 36, 30)]
+    predicted, single = (rows[0][name] / GIB for name in ("reference_bytes", "compact_reference_bytes"))
     weights, layer = 26.2, 4 * 75600 / 16 * 5120 * 2 / GIB
-    budgets = [80 - 80 / 16, 48 - 48 / 16, 40 - 40 / 16, 30 - 12 * layer]
+    budgets = [80 - 80 / 16, 44 - 44 / 16, 36 - 36 / 16, 30 - 12 * layer]
     assert [row["memory_budget"] / GIB for row in rows] == [pytest.approx(each - weights, abs=0.1) for each in budgets]
-    assert full < budgets[0] - weights and int8 < budgets[1] - weights < full
-    # The second call also keeps the values of the first: 5 parts of 9. 40 first ones fit 40 GiB, and 17 second ones.
-    first, second = (part * int8 / 40 for part in (4 / 9, 5 / 9))
-    assert [row["coded_layers"] for row in rows] == [80, 80, 57, 9]
-    assert int((budgets[2] - weights - 40 * first) / second) == 57 - 40 and int((budgets[3] - weights) / first) == 9
+    assert predicted < budgets[0] - weights and single < budgets[1] - weights < predicted
+    # Four parts of 129 bytes for 128 values; the second call also keeps two of the first, in two bytes a value.
+    first, second = (part * single / 40 for part in (129 / 386, 257 / 386))
+    assert [row["coded_layers"] for row in rows] == [80, 80, 61, 18]
+    assert int((budgets[2] - weights - 40 * first) / second) == 61 - 40 and int((budgets[3] - weights) / first) == 18
+
+
+def test_a_recorded_run_sets_the_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half the published change takes fewer bits; the run had as many steps as its record."""
+    steps = [{"bits": None, "error": 0.006}]
+    steps += [{"bits": 2, "error": GRIDS[2].distortion * change / 2} for change in assumed_change.PUBLISHED]
+    (tmp_path / "rank0.json").write_text(json.dumps({"runs": [{"codecs": None}, {"codecs": steps}]}))
+    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet-100"]
+    written, printed = [], []
+    for more in ([], ["--record", str(tmp_path)]):
+        assert cli.main([*arguments, "--steps", "28", *more, "--json", str(tmp_path / "plan.json")]) == 0
+        printed.append(" ".join(capsys.readouterr().out.split()))
+        written.append(json.loads((tmp_path / "plan.json").read_text()))
+    for record, text in zip(written, printed, strict=True):
+        assert f"bits of lossy modes: assumed for {record['assumption']}" in text
+    published, own = written
+    assert published["assumption"] == "the published change per step of FLUX.1-dev"
+    assert own["assumption"] == f"the change per step of the run in {tmp_path}"
+    assert published["change_per_step"] == list(assumed_change.PUBLISHED)
+    assert own["change_per_step"] == pytest.approx([each / 2 for each in assumed_change.PUBLISHED], abs=1e-3)
+    for mode in (2, 3):
+        assert own["modes"][mode]["sent_bytes"]["node"] < published["modes"][mode]["sent_bytes"]["node"]
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (None, "rank0.json"),
+        ("{}", "KeyError"),
+        ('{"runs": []}', "ValueError"),
+        ('{"runs": [{"codecs": null}]}', "its last run sent no quantized residuals"),
+        ('{"runs": [{"codecs": [{"bits": null, "error": 0.5}]}]}', "its last run sent no quantized residuals"),
+        ('{"runs": [{"codecs": [{"bits": 3, "error": 0.5}]}]}', "KeyError"),
+    ],
+)
+def test_records_without_bits_are_errors(
+    content: str | None, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content:
+        (tmp_path / "rank0.json").write_text(content)
+    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet-100"]
+    assert cli.main([*arguments, "--record", str(tmp_path)]) == 2
+    found = capsys.readouterr().err
+    assert f"--record {tmp_path} is not valid: " in found and cause in found
+    assert "valid is the folder of COCODIFF_RECORD in a run in mode balanced or fast" in found
 
 
 def test_profile_gives_communication_and_with_tflops_step_times(

@@ -207,7 +207,7 @@ def test_layers_are_lossless_where_the_host_adds_more_time_than_links_save(ulyss
         )
         scenario = Scenario(workload, 1024, 1, 20, topology, link_profile, machine.accelerator)
         coded, exact = (LayerCommunication(scenario, split, mode) for mode in ("balanced", "exact"))
-        found.append(coded.reference_bytes.full > 0)
+        found.append(coded.reference_bytes.predicted > 0)
         if not found[-1]:
             assert coded.payloads() == exact.payloads()
             by_heads = [each._schedule_of(names, each.payloads()[0]) for each in (coded, exact) for names in inputs]

@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import ScheduleCandidates
 from xfuser_cocodiff.engine.autotune import plan_selection
 from xfuser_cocodiff.xdit.session.session import Session
 
-COARSE = "bits=2,bits_o=2,predictor=0"
+COARSE = "bits=2,predictor=0"
 """Codecs whose errors show, with a predictor whose gain does not depend on which heads share a message."""
 
 
@@ -49,7 +49,7 @@ def switch(rank: int) -> list[tuple[float, set[int], bool]]:
     the number changes in the third and back in the fifth step."""
     run = Run(rank, Case(topology="node=2"))
     run.session("exact", "hierarchical")
-    session, found = run.session("balanced", None, schedule="bits=8,bits_o=8"), []
+    session, found = run.session("balanced", None, schedule="bits=8"), []
     run.steps(session)
     [signature] = session.layers.signatures
     schedule = signature.candidates.schedule
@@ -80,7 +80,7 @@ def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
     """Return the numbers of head groups in each step, and at last the weights of the leading branch in the other one,
     where both branches were tuned by themselves and chose different numbers."""
     run = Run(rank, Case(topology="node=2"))
-    session, found = run.session("balanced", None, schedule="bits=8,bits_o=8"), []
+    session, found = run.session("balanced", None, schedule="bits=8"), []
     session.schedule_tuner = None
     session.runs.begin(6)
     for step in range(6):

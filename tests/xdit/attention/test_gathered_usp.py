@@ -174,7 +174,7 @@ class Run:
         mode: str,
         plan: str | None,
         slow_axes: tuple[str, ...] = ("node",),
-        schedule: str = "bits=8,bits_o=8",
+        schedule: str = "bits=8",
         groups: int | None = None,
     ) -> Session:
         """Return a session, and run with it from now on."""

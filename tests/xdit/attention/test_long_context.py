@@ -81,7 +81,7 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
         assert {
             signature.candidates.schedule.v_first for signature in session.layers.signatures if signature.candidates
         } == {v_first}
-    session = use_config(group, config_of("balanced", schedule="bits=4,bits_o=4"))
+    session = use_config(group, config_of("balanced", schedule="bits=4"))
     session.runs.begin(STEPS)
     errors = []
     for number in range(STEPS):

@@ -87,7 +87,9 @@ def test_a_tool_that_fails_and_a_build_without_gpus(tools: Path) -> None:
 def test_kernels_that_run_fail_or_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "encode and decode ran" in device_facts._kernels(CPU)
     decode = kernels.decode
-    monkeypatch.setattr(kernels, "decode", lambda parts: [each + 1 for each in decode(parts)])
+    monkeypatch.setattr(
+        kernels, "decode", lambda parts: [each._replace(codes=each.codes + 1) for each in decode(parts)]
+    )
     assert "different references" in device_facts._kernels(CPU)
     monkeypatch.setattr(kernels, "encode", lambda parts: (_ for _ in ()).throw(RuntimeError("no ptxas\nat line 3")))
     assert "failed (RuntimeError: no ptxas); runs use PyTorch's kernels" in device_facts._kernels(CPU)

@@ -16,7 +16,6 @@ from tests.engine.compression.test_runtime import SIZES, reference_value, runtim
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session import runs
 from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES, Runs
@@ -167,16 +166,15 @@ def test_a_prompt_that_changes_on_one_rank_makes_all_ranks_lossless() -> None:
 
 def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session = FakeSession()
-    session.runtime = runtime(overrides="bits=8->4,cached=0->0.5")
+    session.runtime = runtime(mode="paper", overrides="warmup=1,refresh=0,cached=0->0.5")
     session.runs.begin(None)
     found = []
     for _ in range(70):
         codecs = session.runtime.layer_codecs("a", 1, 0, SIZES).codecs["v"]
-        found.append((codecs.bits, codecs.token_fraction))
+        found.append(codecs.token_fraction)
         session.runs.end_step()
-    assert found[1] == (8, pytest.approx(1 - 0.5 / 49))
-    assert found[24][0] == 8 and found[25][0] == 4
-    assert found[49] == found[69] == (4, 0.5)
+    assert found[1] == pytest.approx(1 - 0.5 / 49)
+    assert found[49] == found[69] == 0.5
 
 
 def interleaved(session: FakeSession, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
@@ -269,10 +267,8 @@ class Denoiser(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> None: ...
 
 
-def batched_branches(
-    session: FakeSession, steps: Iterable[list[torch.Tensor]]
-) -> tuple[list[int], list[CodecSchedule]]:
-    """Return the number of branches that each call of a run of 8 steps has in its batch, and the schedule of it.
+def batched_branches(session: FakeSession, steps: Iterable[list[torch.Tensor]]) -> list[int]:
+    """Return the number of branches that each call of a run of 8 steps has in its batch.
 
     Args:
         session: the session.
@@ -281,7 +277,7 @@ def batched_branches(
     model = Denoiser()
     root = RootModule(model, lambda: True, session.runs.before_call)
     session.roots.append(root)
-    counts, schedules = [], []
+    counts = []
     session.runs.begin(8)
     for calls in steps:
         for latents in calls:
@@ -289,34 +285,28 @@ def batched_branches(
             session.runtime.layer_codecs("a", 1, root.calls, SIZES, batched_branches=root.batched_branches)
             root.calls += 1
             counts.append(root.batched_branches)
-            schedules.append(session.runtime.schedule)
         session.runs.end_step()
     session.runs.end()
-    return counts, schedules
-
-
-UNGUIDED, GUIDED = preset("balanced", 8), preset("balanced", 8, is_guided=True)
+    return counts
 
 
 def test_equal_halves_of_a_batch_are_branches() -> None:
     steps = [[torch.full((2, 4), float(step))] for step in range(4)]
-    assert batched_branches(FakeSession(), steps) == ([2] * 4, [UNGUIDED, *[GUIDED] * 3])
+    assert batched_branches(FakeSession(), steps) == [2] * 4
 
 
 def test_two_prompts_with_one_seed_are_no_branches() -> None:
     """Their latents are equal in the first step only, whichever number of calls it has."""
     for calls in (1, 2):
         steps = [[torch.stack([torch.zeros(4), torch.full((4,), float(step))])] * calls for step in range(4)]
-        counts, schedules = batched_branches(FakeSession(), steps)
-        assert counts == [2] * calls + [1] * (3 * calls)
-        assert schedules == [UNGUIDED] * 4 or calls == 2
+        assert batched_branches(FakeSession(), steps) == [2] * calls + [1] * (3 * calls)
 
 
 def test_branches_are_not_counted_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing latents waits for the device, at which a capture fails; they are compared at the next call."""
     captured = iter((True, False, False))
     monkeypatch.setattr(runs, "is_captured", lambda: next(captured))
-    assert batched_branches(FakeSession(), [[torch.zeros(2, 4)]] * 3)[0] == [1, 2, 2]
+    assert batched_branches(FakeSession(), [[torch.zeros(2, 4)]] * 3) == [1, 2, 2]
 
 
 def test_a_freed_transformer_tells_nothing_of_the_next_one() -> None:

@@ -375,7 +375,7 @@ def num_timed_steps(rank: int) -> list[int]:
     group, _, step = start(rank, depth=3)
     topology = Topology.named(node=2)
     config = CocoDiffConfig(
-        topology=topology, mode="balanced", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
+        topology=topology, mode="paper", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
     )
     session = use_config(group, config)
     session.runs.begin(20)

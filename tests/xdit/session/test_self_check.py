@@ -50,7 +50,7 @@ CASES = [
     ("2x1", "hierarchical", {}),  # by heads
     ("2x2", "hierarchical", {}),  # staged
     ("2x2", None, {}),
-    ("2x1", None, {"schedule": "predictor=auto"}),
+    ("2x1", None, {"schedule": "predictor=0"}),
     ("2x1", None, {"memory_budget": 200_000}),  # in int8
 ]
 

@@ -11,7 +11,7 @@ import torch
 from xfuser_cocodiff.engine.autotune.interleaved_timing import time_calls
 from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.codecs import CodedTensor, decode, encode
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology import devices
 
@@ -20,7 +20,7 @@ _CODEC = Codec(bits=2)
 _TOKENS, _CALLS = {False: 2**11, True: 2**18}, {False: 1, True: 8}
 """Size by which the codec is timed, and calls in a row, by whether the device is asynchronous; a token has 128 values.
 On such a device, smaller sizes would show the launch overhead, which is hidden while the host is ahead."""
-_HOST_CODEC, _HOST_TOKENS, _HOST_CALLS = Codec(bits=2, predictor=ADAPTIVE), 2, 8
+_HOST_CODEC, _HOST_TOKENS, _HOST_CALLS = Codec(bits=2, predicts=True), 2, 8
 """Codec whose host time is measured, tokens, so few that the host is the slower one, and calls in a row."""
 
 
@@ -59,7 +59,7 @@ def _device_work(device: torch.device) -> tuple[Callable[[], None], int]:
     payload = values.new_empty(1, _CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
     sent, received = LinkReference(), LinkReference()
     for reference in (sent, received):
-        reference.advance(torch.zeros_like(values), keeps_previous=False)
+        reference.advance(torch.zeros_like(values))
         if is_asynchronous:  # where kernels always divide by scales
             reference.channel_scales = torch.ones(1, 1, 2**7, device=device)
 

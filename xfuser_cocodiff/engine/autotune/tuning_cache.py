@@ -1,5 +1,4 @@
-"""Cache of tuning results between processes: the link profile, the overlap schedule of each layer signature, and
-the precision of each kind of layer in mode `auto`.
+"""Cache of tuning results between processes: the link profile, and the overlap schedule of each layer signature.
 
 A file belongs to one machine, as the ranks of a group see it together. Other hosts, devices, links or versions have
 another file, and are tuned separately.
@@ -7,7 +6,6 @@ another file, and are tuned separately.
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.compression.precisions import LOSSLESS, PrecisionChoice
 from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
-_SCHEMA = 9
+_SCHEMA = 10
 
 
 @dataclass
@@ -35,8 +32,6 @@ class TuningCache:
     """Chosen schedules by layer signature."""
     folder: Path | None = None
     """Folder that this rank writes to; None if it does not write."""
-    precisions: dict[str, PrecisionChoice] = field(default_factory=dict)
-    """Precisions of mode `auto` by kind of layer."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the cache as JSON values; the inverse of :meth:`from_json`."""
@@ -45,11 +40,6 @@ class TuningCache:
             "machine": self.machine,
             "profile": self.profile and self.profile.to_json(),
             "schedules": {signature: list(schedule) for signature, schedule in self.schedules.items()},
-            # JSON has no infinity: null is lossless.
-            "precisions": {
-                kind: [bits if math.isfinite(bits) else None, is_final]
-                for kind, (bits, is_final) in self.precisions.items()
-            },
         }
 
     @classmethod
@@ -69,11 +59,7 @@ class TuningCache:
                 signature: OverlapSchedule(bool(v_first), int(groups), bool(overlaps_mlp), bool(flat), bool(gathers_kv))
                 for signature, (v_first, groups, overlaps_mlp, flat, gathers_kv) in values["schedules"].items()
             }
-            precisions = {
-                kind: PrecisionChoice(LOSSLESS if bits is None else float(bits), bool(is_final))
-                for kind, (bits, is_final) in values["precisions"].items()
-            }
-            return cls(dict(values["machine"]), profile, schedules, precisions=precisions)
+            return cls(dict(values["machine"]), profile, schedules)
         except (AttributeError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not a tuning cache: {type(error).__name__} {error}") from None
 

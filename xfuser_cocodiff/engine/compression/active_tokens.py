@@ -7,48 +7,64 @@ import functools
 
 import torch
 
-from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression.codec import CHANGE, RANDOM, TOKEN_DIM, Codec
+from xfuser_cocodiff.engine.compression.codec import TOKEN_DIM, Codec
 from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
-from xfuser_cocodiff.engine.topology import devices
+
+
+class ActiveTokens:
+    """The tokens of each group that are sent; every group sends the same number.
+
+    Args:
+        mask: uint8 (L, G, T or more); 1 marks a token that is sent.
+        tokens: T.
+        count: number of tokens sent per group.
+    """
+
+    def __init__(self, mask: torch.Tensor, tokens: int, count: int) -> None:
+        self.mask, self.tokens, self.count = mask, tokens, count
+
+    @functools.cached_property
+    def indices(self) -> torch.Tensor:
+        """Indices of the tokens that are sent, ascending. int64 (L, G, count); computed without a device sync."""
+        mask = self.mask[..., : self.tokens]
+        return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
+
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the active tokens of values (L, G, H, T, D)."""
+        return values.gather(TOKEN_DIM, self._index_of(values))
+
+    def replace(self, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return values (L, G, H, T, D) with their active tokens replaced."""
+        return values.scatter(TOKEN_DIM, self._index_of(values), tokens)
+
+    def _index_of(self, values: torch.Tensor) -> torch.Tensor:
+        heads, dim = values.shape[2], values.shape[4]
+        return self.indices[:, :, None, :, None].expand(-1, -1, heads, -1, dim)
 
 
 def select_tokens(
     values: torch.Tensor,
     reference: LinkReference,
     codec: Codec,
-    seed: int,
     local_slots: range | None = None,
     lead: Lead | None = None,
 ) -> ActiveTokens:
-    """Return the active tokens of each group: those with the highest scores.
+    """Return the active tokens of each group: those that have changed most since the last step, as in V-Major.
 
     Args:
         values: (P, G, H, T, D).
         reference: the sender's.
-        codec: gives the number of tokens and the score.
-        seed: seed of random scores.
+        codec: gives the number of tokens.
         local_slots: slots of this rank, which are skipped; None for none.
         lead: leading branch that the reference was prepared for; None if there is none.
     """
     tokens = values.shape[TOKEN_DIM]
-    if codec.score == RANDOM:
-        generator = torch.Generator().manual_seed(seed)
-        links = rows.num_links(len(values), local_slots)
-        # From pinned memory, so that the host does not wait for the copy.
-        pins = devices.capabilities(values.device.type).is_asynchronous
-        scores = torch.rand(tokens, generator=generator, pin_memory=pins)
-        scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
-    elif codec.score == CHANGE:
-        values = rows.remote_slots(values, local_slots)
-        last = decoded_values(reference, lead) if reference.last_values is None else reference.last_values
-        scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
-        reference.last_values = values.clone(memory_format=torch.contiguous_format)
-    else:
-        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots, lead.base if lead else None)
+    values = rows.remote_slots(values, local_slots)
+    last = decoded_values(reference, lead) if reference.last_values is None else reference.last_values
+    scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
+    reference.last_values = values.clone(memory_format=torch.contiguous_format)
     count = codec.num_active(tokens)
     mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
     return ActiveTokens(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, rows_of
 
-DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
-"""Scores by which active tokens are selected: distance from the prediction, from the step before, or random."""
+LETTERS = "qkvo"
+"""Letters of the tensors of a layer."""
 TOKEN_DIM = 3
 """Dim of the tokens in values (L, G, H, T, D)."""
 SELECTING = "vo"
@@ -30,23 +29,19 @@ class Codec:
     bits: float | None = None
     """Bits per value of the residual, one of quantize.GRIDS; None sends the values themselves."""
     token_fraction: float = 1.0
-    """Fraction of the tokens that is sent, those with the highest scores; 0 sends nothing. Receivers predict
-    the other tokens."""
-    score: str = DRIFT
-    """Score that selects active tokens, one of SCORES."""
-    predictor: float | str = 0.0
-    """Gain at which both ends extrapolate the reference's last change, from 0 to 1; ADAPTIVE sends an estimate of it in
-    the payload."""
+    """Fraction of the tokens that is sent, those that have changed most since the last step; 0 sends nothing. Receivers
+    predict the other tokens."""
+    predicts: bool = False
+    """Whether both ends extrapolate the reference's last change, at a gain that the sender estimates and sends."""
     is_keyframe: bool = False
     """Whether values are encoded without a reference, as at the first step."""
 
     def __post_init__(self) -> None:
-        is_valid = 0 <= self.token_fraction <= 1 and self.score in SCORES
         has_values = self.bits is not None or not self.is_keyframe
-        if self.bits not in (None, *GRIDS) or not (is_valid and has_values):
+        has_all = self.bits is None or self.token_fraction == 1
+        if self.bits not in (None, *GRIDS) or not (0 <= self.token_fraction <= 1 and has_values and has_all):
             raise ValueError(
-                f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, token_fraction is 0 to 1, scores are "
-                f"{', '.join(SCORES)}"
+                f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, or None with a token_fraction of 0 to 1"
             )
 
     @property
@@ -73,21 +68,16 @@ class Codec:
         if self.is_exact or self.sends_nothing:
             return math.prod(shape[1:]) * dtype.itemsize if self.is_exact else 0
         _, groups, heads, tokens, dim = shape
-        sent = groups * heads * self.num_active(tokens)
         if self.bits is None:
-            return sent * dim * dtype.itemsize + self._gain_bytes
-        row_tokens = tokens_per_row(self.bits, dim, tokens, self.token_fraction == 1)
-        rows, channels = sent // row_tokens, heads * dim if self.is_keyframe else 0
-        return level_bytes(self.bits, rows, row_tokens * dim) + rows + self._gain_bytes + channels
-
-    @property
-    def _gain_bytes(self) -> int:
-        return GAIN_BYTES if self.sends_gain else 0
+            return groups * heads * self.num_active(tokens) * dim * dtype.itemsize
+        rows, size = rows_of(shape)
+        channels, gain = heads * dim if self.is_keyframe else 0, GAIN_BYTES if self.sends_gain else 0
+        return level_bytes(self.bits, rows, size) + rows + gain + channels
 
     @property
     def sends_gain(self) -> bool:
         """Whether the payload carries the sender's gain."""
-        return self.predictor == ADAPTIVE and not (self.is_exact or self.sends_nothing or self.is_keyframe)
+        return self.predicts and self.bits is not None and not self.is_keyframe
 
     @property
     def sends_values(self) -> bool:
@@ -101,9 +91,9 @@ class Codec:
 
     def __str__(self) -> str:
         parts = [] if self.bits is None else [f"{self.bits:g} bits"]
-        parts += [f"{self.token_fraction:g} of the tokens by {self.score}"] if self.selects_tokens else []
+        parts += [f"{self.token_fraction:g} of the tokens"] if self.selects_tokens else []
         parts += ["nothing sent"] if self.sends_nothing else []
-        parts += [f"predictor {self.predictor}"] if self.predictor else []
+        parts += ["predicted"] if self.predicts else []
         parts += ["keyframe"] if self.is_keyframe else []
         return ", ".join(parts) or "exact"
 

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens
 from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import quantize, rows
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, EncodeResult, MessagePart, Prediction
+from xfuser_cocodiff.engine.kernels.rows import EncodeResult, Int8Rows, MessagePart, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.engine.topology import devices
 
@@ -41,15 +42,20 @@ class CodedTensor(NamedTuple):
     codec: Codec
     """Codec of the sender."""
     active: ActiveTokens | None
-    """Tokens that are sent; None for all."""
+    """Tokens that are sent, of values that are not quantized; None for all."""
     payload: torch.Tensor
-    """uint8 (P, n); see :class:`rows.MessagePart`."""
+    """uint8 (P, n); see :class:`rows.MessagePart`. Values that are not quantized are in it as they are."""
     local_slots: range | None = None
     """Slots of this rank, which are skipped; None for none."""
     lead: Lead | None = None
     """Leading branch that the reference was prepared for; None if there is none."""
     sent_values: SentValues | None = None
     """For the encoder: where the error is noted for branches that follow; None if none does."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether kernels code the values."""
+        return self.codec.bits is not None
 
     def sender_part(self) -> MessagePart:
         """Return the arguments of the encoder, and write the scales of channels to the payload of a keyframe."""
@@ -74,17 +80,25 @@ class CodedTensor(NamedTuple):
         Args:
             channel_scales: those of a keyframe; None otherwise.
         """
-        codec, base, payload = self.codec, self.lead.base if self.lead else None, self.payload
-        reference = self.reference
+        codec, base, payload, reference = (
+            self.codec,
+            self.lead.base if self.lead else None,
+            self.payload,
+            self.reference,
+        )
         if channel_scales is not None:
             payload = payload[:, : -self._num_channels]
-        elif reference.needs_channel_scales and codec.bits is not None:
-            channel_scales = quantize.channel_scales(reference.predict())  # both ends hold the same values
+        elif reference.needs_channel_scales:
+            channel_scales = quantize.channel_scales(reference.values)  # both ends hold the same values
         if channel_scales is not None:
             reference.channel_scales, reference.needs_channel_scales = _without_ones(channel_scales), False
-        prediction = _prediction(codec, reference, self.values, self.local_slots)
-        how = prediction, codec.bits, self.active, payload, self.local_slots, codec.sends_gain, base
-        return MessagePart(self.values, *how)
+        prediction = (
+            Prediction(channel_scales=reference.channel_scales)
+            if codec.is_keyframe
+            else reference.prediction(codec.predicts)
+        )
+        assert codec.bits is not None
+        return MessagePart(self.values, prediction, codec.bits, payload, self.local_slots, codec.sends_gain, base)
 
     @property
     def _num_channels(self) -> int:
@@ -95,12 +109,25 @@ class CodedTensor(NamedTuple):
         """Exponents of the scales of channels at the end of a keyframe's payload, uint8 (P, H * D)."""
         return self.payload[:, -self._num_channels :]
 
-    def advance(self, reference: torch.Tensor) -> None:
-        """Advance the reference to what the receiver decodes, (L, G, H, T, D)."""
+    @property
+    def link_shape(self) -> tuple[int, ...]:
+        """Shape (L, G, H, T, D) of the values that cross links."""
+        return rows.num_links(len(self.values), self.local_slots), *self.values.shape[1:]
+
+    def advance(self, reference: Int8Rows) -> None:
+        """Advance the reference to what the receiver decodes of quantized values."""
         weight = self.lead.weight if self.lead else 0.0
-        self.reference.advance(reference, bool(self.codec.predictor), weight)
-        if self.codec.is_exact:
-            self.reference.channel_scales, self.reference.needs_channel_scales = None, True
+        self.reference.advance_rows(reference, self.link_shape, self.values.dtype, self.codec.predicts, weight)
+
+    def advance_exact(self, values: torch.Tensor) -> None:
+        """Advance the reference to values (L, G, H, T, D) that were not quantized."""
+        self.reference.advance(values)
+        self.reference.channel_scales, self.reference.needs_channel_scales = None, True
+
+    def rebase(self) -> None:
+        """Convert the reference to the one that the next step of a following branch needs."""
+        if self.lead:
+            self.lead.rebase(self.reference, self.lead.next_weight)
 
 
 def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
@@ -112,68 +139,9 @@ def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
     Returns:
         The reconstruction error of each, or None if its codec is lossless.
     """
-    parts = [tensor.sender_part() for tensor in tensors if not tensor.codec.sends_nothing]
+    parts = [tensor.sender_part() for tensor in tensors if tensor.is_quantized]
     results = iter(kernels.encode(parts) if parts else ())
-    return [
-        _advance_unsent(tensor) if tensor.codec.sends_nothing else _advance_sent(tensor, next(results))
-        for tensor in tensors
-    ]
-
-
-def _without_ones(channel_scales: torch.Tensor) -> torch.Tensor | None:
-    """Return scales of channels; on CPUs None if all are 1. Accelerators skip this check, which would synchronize."""
-    is_known = not devices.capabilities(channel_scales.device.type).is_asynchronous
-    return None if is_known and bool((channel_scales == 1).all()) else channel_scales
-
-
-def _advance_unsent(tensor: CodedTensor) -> QuantError:
-    """Advance the sender's reference of a tensor that is not sent, and return its error."""
-    tensor.reference.advance_unsent(tensor.codec.predictor)
-    remote = rows.remote_slots(tensor.values, tensor.local_slots)
-    error = QuantError(energy(remote - decoded_values(tensor.reference, tensor.lead)), energy(remote))
-    if tensor.sent_values:
-        tensor.sent_values.error_energy = error.error_energy
-    return error
-
-
-def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError | None:
-    """Advance the sender's reference of a tensor that was encoded, and return its error."""
-    reference, lead = tensor.reference, tensor.lead
-    tensor.advance(result.reference)
-    reference.gains = reference.gains if result.gains is None else result.gains
-    if tensor.codec.is_stateless:
-        reference.last_values = None  # the reference is of this step
-    error_energy = result.error_energy
-    if error_energy is not None:
-        error_energy = _error_energy(error_energy, tensor.values, reference, tensor.local_slots, lead)
-        if tensor.sent_values:
-            tensor.sent_values.error_energy = error_energy
-    if lead:
-        lead.rebase(reference, lead.next_weight)
-    return None if error_energy is None else QuantError(error_energy, result.value_energy)
-
-
-def _error_energy(
-    energy_of_coded: torch.Tensor,
-    values: torch.Tensor,
-    reference: LinkReference,
-    local_slots: range | None,
-    lead: Lead | None,
-) -> torch.Tensor:
-    """Return the sum of squared errors of the values that a receiver decodes.
-
-    Args:
-        energy_of_coded: sum of squared errors of what was coded: the values, or their difference to the leading branch.
-        values: (P, G, H, T, D).
-        reference: the sender's, after it has advanced.
-        local_slots: slots of this rank, which are skipped; None for none.
-        lead: leading branch; None if there is none.
-    """
-    if reference.is_int8:  # storing the reference in int8 adds to the error
-        return energy(rows.remote_slots(values, local_slots) - decoded_values(reference, lead))
-    if lead is None or lead.sent is None or lead.sent.error_energy is None:
-        return energy_of_coded
-    return energy_of_coded + lead.weight**2 * lead.sent.error_energy  # both errors are independent
+    return [_advance_sent(tensor, next(results)) if tensor.is_quantized else _send_values(tensor) for tensor in tensors]
 
 
 def decode(tensors: Sequence[CodedTensor]) -> None:
@@ -182,24 +150,83 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
     Args:
         tensors: all on one device; a following branch needs a call after that of its leading branch.
     """
-    parts = [tensor.receiver_part() for tensor in tensors if not tensor.codec.sends_nothing]
+    parts = [tensor.receiver_part() for tensor in tensors if tensor.is_quantized]
     decoded = iter(kernels.decode(parts) if parts else ())
     for tensor in tensors:
-        if tensor.codec.sends_nothing:
-            tensor.reference.advance_unsent(tensor.codec.predictor)
-            decoded_tensor = decoded_values(tensor.reference, tensor.lead)
-            rows.write_remote_slots(tensor.values, decoded_tensor, tensor.local_slots)
-            continue
-        tensor.advance(next(decoded))
-        if tensor.lead:
-            tensor.lead.rebase(tensor.reference, tensor.lead.next_weight)
+        if tensor.is_quantized:
+            tensor.advance(next(decoded))
+            tensor.rebase()
+        else:
+            _receive_values(tensor)
 
 
-def _prediction(
-    codec: Codec, reference: LinkReference, like: torch.Tensor, local_slots: range | None
-) -> Prediction | None:
-    """Return the prediction for values like these: zeros for a keyframe, None for a lossless codec."""
-    if codec.is_keyframe:
-        zeros = like.new_zeros(rows.num_links(len(like), local_slots), *like.shape[1:])
-        return Prediction(zeros, channel_scales=reference.channel_scales)
-    return None if codec.is_exact else reference.prediction(codec.predictor)
+def round_trip(tensor: CodedTensor) -> tuple[QuantError, torch.Tensor]:
+    """Encode a quantized tensor whose sender and receiver share a reference.
+
+    Returns:
+        The reconstruction error, and the values that the receiver decodes, (L, G, H, T, D).
+    """
+    part, target = tensor.sender_part(), torch.empty_like(tensor.values)
+    [result] = kernels.encode([part])
+    base = tensor.lead.decoded() if tensor.lead and tensor.lead.weight else None
+    kernels.decode([part._replace(values=target, base=base)])
+    return _advance_sent(tensor, result), target
+
+
+def _without_ones(channel_scales: torch.Tensor) -> torch.Tensor | None:
+    """Return scales of channels; on CPUs None if all are 1. Accelerators skip this check, which would synchronize."""
+    is_known = not devices.capabilities(channel_scales.device.type).is_asynchronous
+    return None if is_known and bool((channel_scales == 1).all()) else channel_scales
+
+
+def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError:
+    """Advance the sender's reference of a tensor that was encoded, and return its error."""
+    reference, lead = tensor.reference, tensor.lead
+    tensor.advance(result.reference)
+    reference.gains = reference.gains if result.gains is None else result.gains
+    error_energy = result.error_energy
+    if lead and lead.sent and lead.sent.error_energy is not None:
+        error_energy = error_energy + lead.weight**2 * lead.sent.error_energy  # both errors are independent
+    if tensor.sent_values:
+        tensor.sent_values.error_energy = error_energy
+    tensor.rebase()
+    return QuantError(error_energy, result.value_energy)
+
+
+def _send_values(tensor: CodedTensor) -> QuantError | None:
+    """Write the values of active tokens to the payload, and advance the sender's reference.
+
+    Returns:
+        The reconstruction error; None if all tokens are sent.
+    """
+    values, reference = rows.remote_slots(tensor.values, tensor.local_slots), tensor.reference
+    if not tensor.codec.sends_nothing:
+        sent = values if tensor.active is None else tensor.active.select(values)
+        rows.write_remote_slots(tensor.payload.view(values.dtype), sent.flatten(1), tensor.local_slots)
+    if tensor.codec.is_exact:
+        tensor.advance_exact(values)
+        reference.last_values = None  # the reference is of this step
+        tensor.rebase()
+        return None
+    if tensor.active is not None:
+        tensor.advance_exact(tensor.active.replace(reference.values, sent))
+    error = QuantError(energy(values - reference.values), energy(values))
+    return error
+
+
+def _receive_values(tensor: CodedTensor) -> None:
+    """Read the values of active tokens from the payload, and advance the receiver's reference; others keep theirs."""
+    target, reference = tensor.values, tensor.reference
+    if not tensor.codec.sends_nothing:
+        payload = rows.remote_slots(tensor.payload.view(target.dtype), tensor.local_slots)
+        shape = [*tensor.link_shape]
+        if tensor.active is None:
+            received = payload.view(shape)
+        else:
+            shape[3] = tensor.active.count
+            received = tensor.active.replace(reference.values, payload.view(shape))
+        rows.write_remote_slots(target, received, tensor.local_slots)
+        tensor.advance_exact(received)
+        tensor.rebase()
+    else:
+        rows.write_remote_slots(target, decoded_values(reference, tensor.lead), tensor.local_slots)

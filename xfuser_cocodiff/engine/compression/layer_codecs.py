@@ -4,23 +4,20 @@ Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
-from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
+from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens, select_tokens
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import EXACT, SELECTING, TOKEN_DIM, Codec
 from xfuser_cocodiff.engine.compression.codecs import QuantError
 from xfuser_cocodiff.engine.compression.lead import Lead
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import to_int8
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 
 
 @dataclass
@@ -39,26 +36,13 @@ class LinkState:
     @property
     def nbytes(self) -> int:
         """Memory of both references, and of the values that are kept, in bytes."""
-        kept = self.sent_values.kept if self.sent_values else ()
-        return self.sent.nbytes + self.received.nbytes + sum(tensor.nbytes for tensor in kept)
+        kept = self.sent_values.kept if self.sent_values else None
+        return self.sent.nbytes + self.received.nbytes + (0 if kept is None else kept.nbytes)
 
     def drop_kept(self) -> None:
         """Drop the values that are kept: no difference to them is coded."""
         if self.sent_values:
-            self.sent_values.kept = ()
-
-    def to_int8(self, comm_stream: CommStream | None = None) -> None:
-        """Store the references in int8 from now on; the other ends must do so between the same two collectives.
-
-        Args:
-            comm_stream: stream on which values are encoded; None if they are encoded on the caller's stream.
-        """
-        if comm_stream:
-            comm_stream.start("convert references to int8", self.sent.to_int8).wait()
-        else:
-            self.sent.to_int8()
-        self.received.to_int8()
-        self.drop_kept()
+            self.sent_values.kept = None
 
 
 @dataclass
@@ -79,8 +63,9 @@ class CodecStats:
     """Bytes that this rank sent as the source to other coordinates on slow axes."""
     exact_bytes: int = 0
     """Bytes that the same values take without codecs."""
-    quant_errors: list[QuantError] = field(default_factory=list)
-    """Reconstruction error of each lossy tensor; kept on the device until they are read."""
+    quant_errors: list[tuple[str, QuantError]] = field(default_factory=list)
+    """Letter and reconstruction error of each lossy tensor, and name and error of yardsticks; kept on the device until
+    they are read."""
     repeated: int = 0
     """Messages that were repeated losslessly because some values were not finite. Counted on CPUs only: on
     accelerators the host would have to wait, and the next step is lossless instead."""
@@ -99,9 +84,9 @@ class LayerCodecs:
     stats: CodecStats
     """Statistics that the collectives add to."""
     step: int = 0
-    """Step of the run, from 0; also the seed of random token scores."""
-    int8_references: bool = False
-    """Whether references are stored in int8."""
+    """Step of the run, from 0."""
+    exact_references: bool = False
+    """Whether references are stored as they are, for V-Major."""
     keyframe_codec: Codec = EXACT
     """Codec for tensors without a reference; it must be stateless."""
     single_stage: bool = False
@@ -121,13 +106,17 @@ class LayerCodecs:
     not known: branches of different lengths are not coded together then."""
     batched_branches: int = 1
     """Number of branches that each call has in its batch, one after the other; the first leads the others."""
+    keeps_references: bool = True
+    """Whether references outlive a message; all tensors are keyframes where they do not."""
+    measures_yardsticks: bool = False
+    """Whether the errors of FP8 and FP4 on the same tensors are measured too."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
 
     def link_state(self, name: str, head_group: HeadGroup) -> LinkState:
         """Return the link state of a head group of a tensor, creating it on first use."""
         if (name, head_group) not in self.link_states:
-            sent, received = (LinkReference(self.int8_references) for _ in range(2))
+            sent, received = (LinkReference(self.exact_references) for _ in range(2))
             self.link_states[name, head_group] = LinkState(sent, received)
         return self.link_states[name, head_group]
 
@@ -169,11 +158,13 @@ class LayerCodecs:
         self.link_state(name, head_group).sent_values = sent = SentValues(self.step, shape, values.dtype)
         if self.keeps_values or self.batched_branches > 1:
             remote = rows.remote_slots(values, local_slots)
-            sent.kept = self._copied(remote) if self.keeps_values else (remote,)
+            sent.kept = remote.clone(memory_format=torch.contiguous_format) if self.keeps_values else remote
 
-    def _copied(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return a copy of values as :attr:`SentValues.kept`."""
-        return to_int8(values) if self.int8_references else (values.clone(memory_format=torch.contiguous_format),)
+    def drop_references(self, names: Iterable[str], head_group: HeadGroup) -> None:
+        """Drop the link states of tensors whose message has been decoded, unless references are kept."""
+        if not self.keeps_references:
+            for name in names:
+                self.link_states.pop((name, head_group), None)
 
     def release_sent(self, name: str, head_group: HeadGroup) -> None:
         """Drop the values that a tensor has sent, unless they are kept for later calls."""
@@ -237,7 +228,8 @@ def joint_for(
     aligned = tokens, layer_codecs.token_blocks or 1
     if leader.in_flight or not is_current or (codec.sends_values and not codec.is_stateless):
         return Joint(leader, 0.0, 0.0, *aligned)
-    return Joint(leader, weight if sent.kept and not codec.sends_values else 0.0, weight, *aligned)
+    has_kept = sent.kept is not None and not codec.sends_values
+    return Joint(leader, weight if has_kept else 0.0, weight, *aligned)
 
 
 def _can_align(leading: Sequence[int], shape: Sequence[int], blocks: int | None) -> bool:
@@ -262,7 +254,7 @@ def codec_for(
     if codec.is_keyframe:
         return codec
     if link_state.in_flight:  # the references of both ends may differ, so that none is kept
-        return replace(layer_codecs.keyframe_codec, predictor=0.0)
+        return replace(layer_codecs.keyframe_codec, predicts=False)
     if not link_state.sent.fits(shape, dtype):
         return layer_codecs.keyframe_codec
     if link_state.sent.weight and not _has_leader(layer_codecs, name, head_group, shape):
@@ -305,7 +297,7 @@ def active_tokens_for(
         return None
     if name[0] in SELECTING:
         reference = layer_codecs.link_state(name, head_group).sent
-        active = select_tokens(values, reference, codec, layer_codecs.step, local_slots, lead)
+        active = select_tokens(values, reference, codec, local_slots, lead)
         layer_codecs.selections[name, head_group] = Selection(active)
         return active
     return layer_codecs.selections[selecting_name(name), head_group].sent

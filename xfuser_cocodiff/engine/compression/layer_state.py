@@ -4,7 +4,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats
-from xfuser_cocodiff.engine.compression.precisions import LayerKind
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 
 
@@ -18,14 +17,14 @@ class LayerState:
     """Key of the layer's transformer."""
     sizes: LayerSizes
     """Sizes of the layer's tensors."""
-    kind: LayerKind
-    """Kind of the layer, which has one precision; the leading branch's if this one may be coded with it."""
     planned_bytes: ReferenceBytes
     """Memory that the layer's references take."""
     is_exact: bool
-    """Whether the layer is lossless at all steps and has no references, by the schedule or for lack of memory."""
+    """Whether the layer is lossless at all steps and has no references."""
     single_stage: bool
     """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`."""
+    has_references: bool = True
+    """Whether residuals are sent; for lack of memory each step is a keyframe."""
     gathers_kv: bool = False
     """Whether K and V are gathered along the slow axes of the Ulysses group."""
     coding_seconds: tuple[float, float] = (0.0, 0.0)

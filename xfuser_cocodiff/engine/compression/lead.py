@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from xfuser_cocodiff.engine.compression.codec import TOKEN_DIM, Codec
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
-from xfuser_cocodiff.engine.kernels.rows import Base
 
 
 class Lead(NamedTuple):
@@ -34,15 +33,15 @@ class Lead(NamedTuple):
     """Number of blocks of adjacent tokens, of different ranks."""
 
     @property
-    def base(self) -> Base | None:
-        """What is subtracted before encoding and added after decoding; None if nothing is."""
+    def base(self) -> torch.Tensor | None:
+        """What is subtracted before encoding and added after decoding, (L, G, H, T, D); None if nothing is."""
         if not self.weight:
             return None
-        return Base(self._aligned(self.sent.read()) if self.sent else self.decoded(), self.weight)
+        return self.decoded() if self.sent is None else self._aligned(self.sent.kept)
 
     def decoded(self) -> torch.Tensor:
         """Return what both ends hold of the leading branch, by the tokens of the following one, (L, G, H, T, D)."""
-        return self._aligned(self.reference.predict())
+        return self._aligned(self.reference.values)
 
     def _aligned(self, values: torch.Tensor) -> torch.Tensor:
         """Return values by the tokens of the following branch, zeros for those that only that branch has.
@@ -67,13 +66,12 @@ class Lead(NamedTuple):
     def rebase(self, reference: LinkReference, weight: float) -> None:
         """Convert the following branch's reference to one with another weight of the leading branch."""
         if weight != reference.weight:
-            values = reference.predict() + self.decoded() * (reference.weight - weight)
-            reference.advance(values, keeps_previous=False, weight=weight)
+            reference.advance(reference.values + self.decoded() * (reference.weight - weight), weight)
 
 
 def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
     """Return the values that receivers have decoded, (L, G, H, T, D)."""
-    decoded = reference.predict()
+    decoded = reference.values
     if lead is None or not reference.weight:
         return decoded
     return (decoded.float() + reference.weight * lead.decoded().float()).to(decoded.dtype)

@@ -23,7 +23,6 @@ class Loopback:
         messages: letters of the tensors of each message.
         joint: weight of the leading branch in the difference that is coded for the following one.
         leader: this layer in the leading branch, which sends first in each step; None for that branch.
-        int8_references: whether references are stored in int8.
     """
 
     def __init__(
@@ -31,10 +30,9 @@ class Loopback:
         messages: Sequence[str] = BY_HEADS,
         joint: float = 0.0,
         leader: "Loopback | None" = None,
-        int8_references: bool = False,
     ) -> None:
         self.messages = messages
-        self.joint, self.leader, self.int8_references = joint, leader, int8_references
+        self.joint, self.leader = joint, leader
         self.link_states: dict = {}
         """Link states by tensor and head group; the received references are those of the other end."""
 
@@ -45,14 +43,14 @@ class Loopback:
         return copied
 
     def send(
-        self, values: Mapping[str, torch.Tensor], codecs: Mapping[str, Codec], seed: int = 0
+        self, values: Mapping[str, torch.Tensor], codecs: Mapping[str, Codec], step: int = 0
     ) -> tuple[dict[str, torch.Tensor], CodecStats]:
         """Encode the messages of a step, and decode them.
 
         Args:
             values: (NUM_SLOTS, G, H, T, D) for each tensor.
             codecs: codec of each tensor.
-            seed: number of the step, which is also the seed of random token scores.
+            step: number of the step.
 
         Returns:
             What the other end decodes of each tensor, (1, G, H, T, D), and the statistics of the step.
@@ -62,8 +60,7 @@ class Loopback:
             codecs,
             self.link_states,
             CodecStats(),
-            step=seed,
-            int8_references=self.int8_references,
+            step=step,
             joint=self.joint,
             leader=self.leader.link_states if self.leader else None,
             keeps_values=bool(self.joint) and self.leader is None,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.active_tokens import pack_active, unpack_active
+from xfuser_cocodiff.engine.compression import codecs, yardsticks
+from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens, pack_active, unpack_active
 from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, aligned, section_bytes
 from xfuser_cocodiff.engine.compression.codecs import CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import (
@@ -27,7 +27,6 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
     selecting_name,
 )
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 from xfuser_cocodiff.engine.topology import devices
 
 WIRE_FORMAT = 2
@@ -97,6 +96,8 @@ class Message:
                 lead.prepare(self._link_state(name).sent, codec)
             active[name] = active_tokens_for(*of_tensor, values, codec, self._unsent_slots, lead)
             self._layer_codecs.note_sent(name, self._head_group, values, self._unsent_slots)
+            if self._layer_codecs.measures_yardsticks and not codec.is_exact:
+                self._layer_codecs.stats.quant_errors += yardsticks.measure(values).items()
             self._layer_codecs.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
         for name in self._by_name:
             self._link_state(name).in_flight = True
@@ -121,10 +122,11 @@ class Message:
             link_state, lead = self._link_state(name), joint.at_sender() if joint else None
             how = link_state.sent, self._codecs[name], tokens, payload, self._unsent_slots, lead
             tensors.append(CodedTensor(self._by_name[name], *how, link_state.sent_values))
-        errors = [error for error in codecs.encode(tensors) if error]
+        errors = [(name[0], error) for name, error in zip(self._by_name, codecs.encode(tensors), strict=True) if error]
         stats.quant_errors += errors
         if _carries_flag(buffer):
-            buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, errors)) else _NOT_FINITE)
+            are_finite = all(is_finite(error) for _, error in errors)
+            buffer[:, :_FLAG_BYTES].fill_(_FINITE if are_finite else _NOT_FINITE)
         return buffer
 
     def decode(
@@ -164,6 +166,7 @@ class Message:
         for tensors in (leading, following):  # the values of a leading branch are added to those that follow it
             codecs.decode(tensors)
         self._join_copies(targets, target_of)
+        self._layer_codecs.drop_references(self._by_name, self._head_group)
 
     def _branches_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors (P, G, H, T, D) by name, those of each branch in the batch by itself."""

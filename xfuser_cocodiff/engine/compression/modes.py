@@ -1,32 +1,28 @@
-"""Modes: schedules of codecs over the steps of a run, and the notation that changes them."""
+"""Modes: how the values of a run are coded over its steps, and the notation that changes it."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.compression import bit_allocation
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, MAX_JOINT, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codec import (
-    CHANGE,
-    DRIFT,
     EXACT,
-    SCORES,
+    LETTERS,
     SELECTING,
     TOKEN_DIM,
     Codec,
     aligned,
     section_bytes,
 )
-from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 NOTATION = (
-    "'warmup=2,first=8,refresh=10,cached=0->0.5,bits=4->2,bits_q=1.6,bits_o=2,score=drift,predictor=auto,"
-    "joint=1,exact=blocks.0+blocks.1', any subset of these, or '@FILE' with or without some of them behind a comma"
+    "'error=0.05' or 'bits=2', 'warmup=2,first=8,predictor=1,joint=1,exact=blocks.0+blocks.1', in the mode paper "
+    "'warmup=2,refresh=10,cached=0->0.5', any subset of these"
 )
+MOST_ERROR = 1.0
+"""Largest target of the error, at which as much is lost as is sent."""
 Ramp = tuple[float, float]
 """Values at the first and the last step."""
 LOSSLESS_RAMP = (None, None)
@@ -35,42 +31,27 @@ LOSSLESS_RAMP = (None, None)
 
 @dataclass(frozen=True)
 class CodecSchedule:
-    """Codecs over the steps of a run.
-
-    A ramp gives the values at the first and the last step; `cached` is interpolated linearly, bits switch halfway. A
-    run of unknown length is scheduled like one of 50 steps, and keeps the last values after these. Fields are named as
-    in the notation of `--cocodiff_schedule`.
-    """
+    """Codecs over the steps of a run. Fields are named as in the notation of `--cocodiff_schedule`."""
 
     warmup: int = 1
     """Number of keyframe steps at the start."""
     first: float | None = None
     """Bits per value at these; None sends them losslessly."""
-    refresh: int = 0
-    """Interval of lossless keyframe steps later on; 0 for none."""
-    cached: Ramp = (0.0, 0.0)
-    """Fraction of tokens of Q, K and V that are not sent."""
-    bits: Ramp | None = None
-    """Bits per value of Q, K and V; None sends the values themselves."""
-    bits_q: Ramp | tuple[None, None] | None = None
-    """Bits per value of Q if they differ."""
-    bits_k: Ramp | tuple[None, None] | None = None
-    """Bits per value of K if they differ."""
-    bits_v: Ramp | tuple[None, None] | None = None
-    """Bits per value of V if they differ."""
-    bits_o: Ramp | None = None
-    """Bits per value of O, of which all tokens are sent; None sends the values themselves."""
-    score: str = DRIFT
-    """Score that selects active tokens, one of codecs.SCORES."""
-    predictor: float | str = 0.0
-    """Gain of the prediction, see :attr:`Codec.predictor`."""
+    error: float | None = None
+    """Mean error at which :mod:`rate_control` keeps a run by its choice of bits; None for `bits` at all steps."""
+    bits: float | None = None
+    """Bits per value of all tensors; None sends the values themselves, unless there is an `error`."""
+    predictor: float = 0.0
+    """1 to extrapolate references, see :attr:`Codec.predicts`; 0 to predict the references themselves."""
     joint: float = 0.0
     """Weight of the leading branch of guidance in the difference that is coded for the others; 0 to code each branch by
     itself, see :mod:`codecs`."""
     exact: tuple[str, ...] = ()
     """Layers that are lossless at all steps, by name or by prefix up to a dot."""
-    allocation: BitAllocation | None = None
-    """Bits by layer, tensor and phase, in place of all `bits` fields."""
+    cached: Ramp | None = None
+    """Fraction of tokens of Q, K and V that V-Major does not send, interpolated linearly; None sends all."""
+    refresh: int = 0
+    """Interval of V-Major's lossless steps; 0 for none."""
 
     def is_keyframe_step(self, step: int) -> bool:
         """Return whether a step, counted from 0, uses no references of earlier steps."""
@@ -80,37 +61,34 @@ class CodecSchedule:
     @property
     def keyframe_codec(self) -> Codec:
         """Codec of the warmup steps, and of tensors without a reference at later steps."""
-        return Codec(self.first, predictor=self.predictor, is_keyframe=self.first is not None)
+        return Codec(self.first, predicts=bool(self.predictor), is_keyframe=self.first is not None)
 
-    def codecs(self, step: int, total: int | None, layer: str | None = None) -> Mapping[str, Codec]:
+    def codecs(self, step: int, total: int | None, bits: float | None = None) -> Mapping[str, Codec]:
         """Return the codecs of Q, K, V and O at a step.
 
         Args:
             step: step, counted from 0.
-            total: number of steps; None if unknown.
-            layer: name of the layer; None for the codecs that most layers have.
+            total: number of steps; None if unknown, for V-Major then DEFAULT_STEPS.
+            bits: bits per value that rate control has chosen; None for those of the schedule.
         """
         if self.is_keyframe_step(step):
-            exact = replace(EXACT, predictor=self.predictor)
-            return dict.fromkeys(LETTERS, self.keyframe_codec if step < self.warmup else exact)
+            return dict.fromkeys(LETTERS, self.keyframe_codec if step < self.warmup else EXACT)
+        codec = Codec(self.bits if bits is None else bits, predicts=bool(self.predictor))
+        if self.cached is None:
+            return dict.fromkeys(LETTERS, codec)
         progress = min(1.0, step / max(1, (total or DEFAULT_STEPS) - 1))
-        if self.allocation:
-            return {
-                name: Codec(bits or None, 0.0 if bits == NOT_SENT else 1.0, predictor=self.predictor)
-                for name, bits in self.allocation.bits(layer, progress).items()
-            }
         cached = self.cached[0] + progress * (self.cached[1] - self.cached[0])
-        token_fraction = min(1.0, max(0.0, 1 - cached))
-        ramps = {"q": self.bits_q or self.bits, "k": self.bits_k or self.bits, "v": self.bits_v or self.bits}
-        found = {
-            name: Codec(_bits_at(ramp, progress), token_fraction, self.score, self.predictor)
-            for name, ramp in ramps.items()
-        }
-        o = Codec(_bits_at(self.bits_o, progress), predictor=self.predictor if self.bits_o else 0.0)
-        return {**found, "o": o}
+        selecting = replace(codec, token_fraction=min(1.0, max(0.0, 1 - cached)))
+        return {**dict.fromkeys("qkv", selecting), "o": EXACT}
 
     def sent_bytes(
-        self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int, batched_branches: int = 1
+        self,
+        names: str,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        total: int,
+        batched_branches: int = 1,
+        bits: Sequence[float] | None = None,
     ) -> list[int]:
         """Return the bytes of a message on one link, for each step of a run whose values are all finite.
 
@@ -121,9 +99,14 @@ class CodecSchedule:
             total: number of steps.
             batched_branches: number of branches of guidance, of which G has equal parts; without `joint` they are coded
                 as one tensor.
+            bits: bits per value of each step, assumed in place of what rate control will choose.
         """
         branches = batched_branches if self.joint else 1
-        return [link_bytes(self.codecs(step, total), names, shapes, dtype, branches) for step in range(total)]
+        of_steps: Sequence[float | None] = bits or [None] * total
+        return [
+            link_bytes(self.codecs(step, total, of_steps[step]), names, shapes, dtype, branches)
+            for step in range(total)
+        ]
 
     def is_lossless_layer(self, layer: str) -> bool:
         """Return whether a layer is lossless at all steps."""
@@ -144,46 +127,33 @@ class CodecSchedule:
 
         Args:
             text: the changes, see NOTATION.
-            base: schedule to change; if the text begins with a file, its schedule replaces all, but for `joint` if the
-                file has none.
+            base: schedule to change.
 
         Raises:
             ValueError: the text is not in the notation, or has values that no schedule has.
         """
-        if text.startswith("@"):
-            file, _, text = text.partition(",")
-            allocation = bit_allocation.read(file)
-            base = replace(cls.of(allocation), joint=base.joint if allocation.joint is None else allocation.joint)
-            if not text:
-                return base
         found: dict[str, Any] = {}
+        readers = _READERS if base.cached is None else _READERS_OF_V_MAJOR
         for pair in text.split(","):
             name, _, value = (part.strip() for part in pair.partition("="))
-            if name not in _READERS:
-                raise ValueError(f"{text!r} has the unknown key {name!r}; valid are {NOTATION}")
-            if base.allocation and name not in _BESIDE_FILES:
-                raise ValueError(
-                    f"{text!r} has {name!r}, which has no effect with a file; valid are {', '.join(_BESIDE_FILES)}"
-                )
+            if name in _REMOVED:
+                raise ValueError(f"{text!r} has {name!r}, which no longer exists; {_REMOVED[name]}")
+            if name not in readers:
+                raise ValueError(f"{text!r} has the unknown key {name!r}; valid are {', '.join(readers)}: {NOTATION}")
             if name in found:
                 raise ValueError(f"{text!r} has {name!r} twice; valid is once")
-            read, valid = _READERS[name]
+            read, valid = readers[name]
             try:
                 found[name] = read(value)
             except ValueError:
                 raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {valid}") from None
-        if "bits" in found:  # replaces the bits of Q, K and V, unless these are given too
-            base = replace(base, bits_q=None, bits_k=None, bits_v=None)
+        if "bits" in found and "error" in found:
+            raise ValueError(f"{text!r} has 'bits' and 'error'; valid is one of them, since bits follow from an error")
+        if "bits" in found:
+            base = replace(base, error=None)
         return replace(base, **found)
 
-    @classmethod
-    def of(cls, allocation: BitAllocation) -> "CodecSchedule":
-        """Return the schedule of a bit allocation."""
-        return cls(first=allocation.first, predictor=allocation.predictor, allocation=allocation)
-
     def __str__(self) -> str:
-        if self.allocation:
-            return self.allocation.source
         default = CodecSchedule()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(default, field.name)]
         return ",".join(f"{name}={_to_notation(getattr(self, name))}" for name in changed) or "exact"
@@ -218,11 +188,6 @@ def _matches(layer: str, name: str) -> bool:
     return layer == name or layer.startswith(f"{name}.")
 
 
-def _bits_at(ramp: Ramp | tuple[None, None] | None, progress: float) -> float | None:
-    """Return the bits of a ramp, which switches halfway through the run."""
-    return ramp and ramp[progress >= 0.5]
-
-
 def _read_count(text: str) -> int:
     """Read a non-negative integer."""
     if not text.isdecimal():
@@ -230,17 +195,30 @@ def _read_count(text: str) -> int:
     return int(text)
 
 
-def _read_fraction(text: str, maximum: float = 1.0) -> float:
-    """Read a number from 0 to a maximum."""
+def _read_fraction(text: str) -> float:
+    """Read a number from 0 to 1."""
     value = float(text)
-    if not 0 <= value <= maximum:
+    if not 0 <= value <= 1:
         raise ValueError
     return value
 
 
-def _read_weight(text: str) -> float:
-    """Read a weight of the leading branch."""
-    return _read_fraction(text, MAX_JOINT)
+def read_error(text: str) -> float:
+    """Read a target of the error.
+
+    Raises:
+        ValueError: it is no number above 0, up to MOST_ERROR.
+    """
+    value = float(text)
+    if not 0 < value <= MOST_ERROR:
+        raise ValueError
+    return value
+
+
+def _read_ramp(text: str) -> Ramp:
+    """Read a ramp, such as 0->0.5, or a constant."""
+    first, arrow, last = text.partition("->")
+    return _read_fraction(first), _read_fraction(last if arrow else first)
 
 
 def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
@@ -254,19 +232,9 @@ def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[
     return read
 
 
-def _ramp(reader: Any) -> Any:
-    """Return a reader of a ramp, such as 4->2, or of a constant."""
-
-    def read(text: str) -> tuple:
-        first, arrow, last = text.partition("->")
-        return reader(first), reader(last if arrow else first)
-
-    return read
-
-
-def _or_exact(reader: Callable[[str], Any], exact: Any = None) -> Callable[[str], Any]:
-    """Return a reader that also reads `exact`, as the given value."""
-    return lambda text: exact if text == "exact" else reader(text)
+def _or_exact(reader: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader that also reads `exact`, as None."""
+    return lambda text: None if text == "exact" else reader(text)
 
 
 def _to_notation(value: Any) -> str:
@@ -288,97 +256,39 @@ def _read_names(text: str) -> tuple[str, ...]:
     return names
 
 
-_read_bits = _one_of(GRIDS, float)
-_FRACTIONS, _BITS = "fractions from 0 to 1", ", ".join(map(str, GRIDS))
-_BITS_RAMP = _ramp(_read_bits)
-_BITS_OR_EXACT = f"{_BITS}, two of them as 4->2, and exact"
+_FRACTIONS, ERRORS = "fractions from 0 to 1", f"numbers above 0, up to {MOST_ERROR:g}"
+_BITS = _or_exact(_one_of(GRIDS, float)), f"{', '.join(map(str, GRIDS))}, and exact"
+_WARMUP = _read_count, "numbers of steps from 0"
+_LAYERS = _read_names, "prefixes of layer names, joined by +"
 _READERS = {
-    "warmup": (_read_count, "numbers of steps from 0"),
-    "first": (_or_exact(_read_bits), f"{_BITS}, and exact"),
-    "refresh": (_read_count, "numbers of steps from 1, and 0 for never"),
-    "cached": (_ramp(_read_fraction), f"{_FRACTIONS}, or two of them as 0->0.5"),
-    **dict.fromkeys(("bits", "bits_o"), (_or_exact(_BITS_RAMP), _BITS_OR_EXACT)),
-    **dict.fromkeys(("bits_q", "bits_k", "bits_v"), (_or_exact(_BITS_RAMP, LOSSLESS_RAMP), _BITS_OR_EXACT)),
-    "score": (_one_of(SCORES), ", ".join(SCORES)),
-    "predictor": (lambda text: text if text == ADAPTIVE else _read_fraction(text), f"{_FRACTIONS}, and {ADAPTIVE}"),
-    "joint": (_read_weight, f"weights from 0 to {MAX_JOINT}"),
-    "exact": (_read_names, "prefixes of layer names, joined by +"),
+    "error": (read_error, ERRORS),
+    "bits": _BITS,
+    "warmup": _WARMUP,
+    "first": _BITS,
+    **dict.fromkeys(("predictor", "joint"), (_one_of((0.0, 1.0), float), "0 and 1")),
+    "exact": _LAYERS,
 }
 """Reader of each key's value, and its valid values in words."""
-_BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "joint", "exact")
-"""Keys that may follow a file."""
+_READERS_OF_V_MAJOR = {
+    "warmup": _WARMUP,
+    "refresh": (_read_count, "numbers of steps from 1, and 0 for never"),
+    "cached": (_read_ramp, f"{_FRACTIONS}, or two of them as 0->0.5"),
+    "exact": _LAYERS,
+}
+"""The same for the mode `paper`."""
+_REMOVED = {
+    **dict.fromkeys(("bits_q", "bits_k", "bits_v", "bits_o"), "use bits for all tensors, or error"),
+    "score": "tokens are selected by their change since the last step",
+}
+"""Keys of version 0.2, and what to use."""
 
-PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
+PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0))
 """V-Major as in the paper: tokens of V that have changed most since the step before are sent, fewer at each step."""
-BALANCED = CodecSchedule(
-    warmup=1,
-    first=8,
-    bits=(2, 2),
-    bits_q=(1.6, 1.6),
-    bits_v=(1.6, 1.6),
-    bits_o=(2.7, 2.7),
-    predictor=ADAPTIVE,
-    joint=1.0,
-)
-"""Mode `balanced`. Errors in K affect the image more than those in V; by heads, those in O most. Bits are constant:
-FLUX.1 is most sensitive at the first steps, FLUX.2 and Wan at the last ones."""
-BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(2.7, 2.7), bits_o=(4, 4), predictor=0.5, joint=1.0)
-"""Mode `balanced` for few steps, between which an estimated gain does not hold."""
-BALANCED_VERY_FEW = replace(BALANCED_FEW, bits_k=(4, 4))
-"""Mode `balanced` for very few steps."""
-BALANCED_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_v=(2.7, 2.7), predictor=ADAPTIVE)
-"""Mode `balanced` for few steps with guidance. Estimated gains do hold for differences between branches."""
-BALANCED_VERY_FEW_GUIDED = replace(BALANCED_FEW, bits=(4, 4), bits_o=(8, 8))
-"""Mode `balanced` for very few steps with guidance."""
-FAST = CodecSchedule(warmup=1, first=4, cached=(0.5, 0.5), bits=(2, 2), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
-"""Mode `fast` up to USUAL_STEPS."""
-FAST_MANY = replace(FAST, first=8, cached=(0.6, 0.6), bits_o=(1.6, 1.6))
-"""Mode `fast` for many steps, between which values change less."""
-FAST_FEW = CodecSchedule(warmup=1, first=4, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5, joint=1.0)
-"""Mode `fast` for few steps."""
-FAST_FEW_GUIDED = replace(FAST_FEW, bits_q=None, bits_k=(2.7, 2.7), bits_o=(4, 4), predictor=ADAPTIVE)
-"""Mode `fast` for few steps with guidance."""
-FAST_VERY_FEW_GUIDED = replace(FAST_FEW, bits=(4, 4), bits_q=None, bits_v=(2.7, 2.7), bits_o=(4, 4))
-"""Mode `fast` for very few steps with guidance."""
+BALANCED = CodecSchedule(first=8, error=0.026, predictor=1.0, joint=1.0)
+"""Mode `balanced`: the error of FP8 (e4m3), as other systems send it."""
+FAST = replace(BALANCED, error=0.09)
+"""Mode `fast`: the error of FP4 with a scale for 16 values."""
 DEFAULT_STEPS = 50
 """Number of steps that is assumed for runs of unknown length."""
-FEW_STEPS = 12
-"""Maximum number of steps of a run whose values change too much between steps for few bits."""
-VERY_FEW_STEPS = 5
-"""Maximum number of steps of a run that needs even more bits."""
-USUAL_STEPS = 32
-"""Maximum number of steps of a run of `fast` that sends half of the tokens."""
-_ALWAYS = math.inf
-_PRESETS: dict[tuple[str, bool], tuple[tuple[float, CodecSchedule], ...]] = {
-    ("balanced", False): ((VERY_FEW_STEPS, BALANCED_VERY_FEW), (FEW_STEPS, BALANCED_FEW), (_ALWAYS, BALANCED)),
-    ("balanced", True): (
-        (VERY_FEW_STEPS, BALANCED_VERY_FEW_GUIDED),
-        (FEW_STEPS, BALANCED_FEW_GUIDED),
-        (_ALWAYS, BALANCED),
-    ),
-    ("fast", False): ((FEW_STEPS, FAST_FEW), (USUAL_STEPS, FAST), (_ALWAYS, FAST_MANY)),
-    ("fast", True): (
-        (VERY_FEW_STEPS, FAST_VERY_FEW_GUIDED),
-        (FEW_STEPS, FAST_FEW_GUIDED),
-        (USUAL_STEPS, FAST),
-        (_ALWAYS, FAST_MANY),
-    ),
-}
-"""Schedules by mode and by whether several branches of guidance are denoised; each up to a number of steps. Those with
-and without guidance have the same keyframe, since ranks that run all branches know of them only after it."""
-
-
-def preset(mode: str, total: int | None, is_guided: bool = False) -> CodecSchedule | None:
-    """Return the schedule of a mode, or None for lossless modes.
-
-    Args:
-        mode: one of options.MODES.
-        total: number of steps of the run; None if unknown.
-        is_guided: whether each step has several branches of classifier-free guidance. Guidance amplifies errors that
-            differ between them.
-    """
-    if mode == "paper":
-        return PAPER
-    name = "balanced" if mode == "auto" else mode  # the lowest precision of `auto`, see :mod:`precisions`
-    steps = total or DEFAULT_STEPS
-    return next((schedule for most, schedule in _PRESETS.get((name, is_guided), ()) if steps <= most), None)
+PRESETS = {"paper": PAPER, "balanced": BALANCED, "fast": FAST}
+"""Schedules of the lossy modes."""

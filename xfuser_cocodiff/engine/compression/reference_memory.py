@@ -2,10 +2,9 @@
 
 Both ends of a slow link store the values that crossed it last, and with extrapolation those of the step before. Where
 branches of guidance are coded together, the sender also keeps the values of the leading one. A budget is met in two
-ways: references are stored in int8, and if they still do not fit, the layers that are called last in a step stay
-lossless and have no references. Layers save in proportion to their references, and in the images of
-the small trained model it made no difference which of them were lossless; so their order decides. No forecast is
-needed: each layer reserves memory at its first call, for all references that it is going to have.
+ways: without extrapolation, and if references still do not fit, the layers that are called last in a step have none and
+send 8 bits at each step. Layers save in proportion to their references, so their order decides. No forecast is needed:
+each layer reserves memory at its first call, for all references that it is going to have.
 
 The default budget is what a rank can allocate when the first layer of a run asks, less a reserve. By then the weights
 and the inputs are there, and the reserve is for what comes: activations, buffers, what other libraries load.
@@ -16,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codec import CHANGE
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.kernels.quantize import tokens_per_row
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 
 GIB = 2**30
@@ -35,8 +34,8 @@ class LayerSizes(NamedTuple):
     """Number of values in Q, K, V and O."""
     num_v_values: int
     """Number of values in V."""
-    head_dim: int
-    """Head dim D."""
+    row_values: int
+    """Values that share a code in a reference: head dim D, or several tokens where D is small."""
     value_bytes: int
     """Bytes per value."""
 
@@ -57,7 +56,9 @@ class LayerSizes(NamedTuple):
             fraction: fraction of the values that counts, for a rank that computes for several virtual ranks.
         """
         num_values = 2 * query.numel() + key.numel() + value.numel()
-        return cls(int(num_values * fraction), int(value.numel() * fraction), value.shape[-1], value.element_size())
+        tokens, dim = value.shape[-2:]
+        row_values = dim * tokens_per_row(dim, tokens)
+        return cls(int(num_values * fraction), int(value.numel() * fraction), row_values, value.element_size())
 
     def crossing(self, num_slow: int) -> "LayerSizes":
         """Return the sizes of what crosses slow axes with `num_slow` coordinates."""
@@ -95,10 +96,10 @@ class ReferenceBytes(NamedTuple):
     Channel scales are left out: four bytes beside the values of a channel's tokens.
     """
 
-    full: int
-    """Bytes in the type of the values."""
-    int8: int
-    """Bytes in int8."""
+    predicted: int
+    """Bytes with the references of the step before, which predictions need."""
+    single: int
+    """Bytes without them."""
 
     @classmethod
     def of(
@@ -123,11 +124,12 @@ class ReferenceBytes(NamedTuple):
         """
         crossing, is_gathered = sizes.crossing(num_slow), num_gathered > 1
         gathered = 2 * sizes.num_v_values * num_gathered if is_gathered else 0
-        num_values = (2 if schedule.predictor else 1) * (2 * crossing.num_values + gathered)
+        num_values = 2 * crossing.num_values + gathered
+        if schedule.cached:  # V-Major stores values as they are, and those that it compares with
+            num_scored = crossing.num_v_values + (sizes.num_v_values if is_gathered else 0)
+            return cls(*[(num_values + num_scored) * sizes.value_bytes] * 2)
+        single, kept = num_values + num_values // sizes.row_values, 0
         if leader:
-            num_values += leader.crossing(num_slow).num_values + 2 * is_gathered * leader.num_v_values
-        needs_last_values = schedule.score == CHANGE and any(schedule.cached)
-        num_scored = crossing.num_v_values + (sizes.num_v_values if is_gathered else 0)
-        last_values = num_scored * sizes.value_bytes if needs_last_values else 0
-        scales = num_values // sizes.head_dim  # one byte per row
-        return cls(num_values * sizes.value_bytes + last_values, num_values + scales + last_values)
+            kept = leader.crossing(num_slow).num_values + 2 * is_gathered * leader.num_v_values
+        kept *= sizes.value_bytes
+        return cls((2 if schedule.predictor else 1) * single + kept, single + kept)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from xfuser_cocodiff.engine.compression.layer_state import LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
+from xfuser_cocodiff.engine.compression.step_report import RunErrors
 
 
-def mode_in_use(mode: str, overrides: str | None, schedule: CodecSchedule, total: int | None, expected: str) -> str:
+def mode_in_use(mode: str, overrides: str | None, schedule: CodecSchedule, total: int | None) -> str:
     """Return a message that names the schedule of a run and how to measure its error.
 
     Args:
@@ -17,14 +18,22 @@ def mode_in_use(mode: str, overrides: str | None, schedule: CodecSchedule, total
         overrides: changes to its schedule, in its notation.
         schedule: the run's schedule.
         total: number of steps; None if unknown.
-        expected: PSNR that such runs have with small models, in words; empty if unknown.
     """
-    expectation = f"{expected}; " if expected else ""
     name = f"{mode}@{overrides}" if overrides else mode
     return (
-        f"mode {name!r}: {schedule}; {expectation}measure this model with cocodiff quality "
+        f"mode {name!r}: {schedule}; measure this model with cocodiff quality "
         f"--model NAME --steps {total or 'N'} --mode {name!r}"
     )
+
+
+def error_of_run(errors: RunErrors) -> str | None:
+    """Return a message with the mean error of a run's tensors and their bits, or None if all were lossless."""
+    if errors.mean_error is None:
+        return None
+    of_tensors = ", ".join(f"{name.upper()} {error:.2%}" for name, error in sorted(errors.error.items()))
+    message = f"error {errors.mean_error:.2%} ({of_tensors}) at {errors.bits:.2f} bits per value"
+    of_others = "".join(f"; {name.upper()} {error:.2%}" for name, error in errors.yardsticks.items())
+    return f"{message}{of_others} on the same tensors" if of_others else message
 
 
 def uncoded(lossy: Sequence[LayerState], slow_axes: Iterable[str]) -> str | None:
@@ -46,7 +55,7 @@ def uncoded(lossy: Sequence[LayerState], slow_axes: Iterable[str]) -> str | None
 
 
 def reference_memory(
-    lossy: Sequence[LayerState], num_layers: int, num_branches: int, in_int8: bool, budget: str
+    lossy: Sequence[LayerState], num_layers: int, num_branches: int, predicts: bool, budget: str
 ) -> str | None:
     """Return a message with the memory of link references and their budget, or None if no layer has any.
 
@@ -54,22 +63,22 @@ def reference_memory(
         lossy: layers that are coded, or would be if memory sufficed, in all branches.
         num_layers: number of all layers.
         num_branches: number of guidance branches.
-        in_int8: whether references are stored in 8 bits.
+        predicts: whether references are extrapolated.
         budget: the budget and what it changes, in words.
     """
     if not lossy:
         return None
-    full, int8 = (sum(state.planned_bytes[is_int8] for state in lossy) for is_int8 in (False, True))
-    in_use = " (in use)" if in_int8 else ""
+    predicted, single = (sum(column) for column in zip(*(state.planned_bytes for state in lossy), strict=True))
+    in_use = "" if predicts else " (in use)"
     guidance = f" and {num_branches} guidance branches" if num_branches > 1 else ""
     return (
-        f"link references of {num_layers} layers{guidance}: {full / GIB:.3g} GiB per rank, "
-        f"{int8 / GIB:.3g} GiB in 8 bits{in_use}; {budget}"
+        f"link references of {num_layers} layers{guidance}: {predicted / GIB:.3g} GiB per rank, "
+        f"{single / GIB:.3g} GiB without prediction{in_use}; {budget}"
     )
 
 
 def memory_budget(lossy: Sequence[LayerState], budget: float, is_default: bool) -> str:
-    """Return the memory budget of link references in words, and how many layers are lossless because of it.
+    """Return the memory budget of link references in words, and how many layers have none because of it.
 
     Args:
         lossy: layers that are coded, or would be if memory sufficed.
@@ -79,10 +88,13 @@ def memory_budget(lossy: Sequence[LayerState], budget: float, is_default: bool) 
     if math.isinf(budget):
         return "--cocodiff_memory_budget sets a limit"
     origin = "by free memory" if is_default else "by --cocodiff_memory_budget"
-    exact = sum(state.is_exact for state in lossy)
+    without, exact = (
+        sum(map(pick, lossy)) for pick in (lambda each: not each.has_references, lambda each: each.is_exact)
+    )
+    what = "are lossless" if exact else "have none and send 8 bits"
     advice = "free memory, or use more ranks" if is_default else "raise it"
-    advice = f"; {advice}, to code them" if exact else ""
-    return f"memory budget {budget / GIB:.3g} GiB {origin}: {exact} of {len(lossy)} layers are lossless{advice}"
+    advice = f"; {advice}, to send fewer" if without else ""
+    return f"memory budget {budget / GIB:.3g} GiB {origin}: {without} of {len(lossy)} layers {what}{advice}"
 
 
 def unmatched_layers(schedule: CodecSchedule, layers: Iterable[str]) -> list[str]:

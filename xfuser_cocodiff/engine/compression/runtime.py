@@ -6,19 +6,20 @@ transformer, the references of the one before it are dropped.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
-from xfuser_cocodiff.engine.compression import expected_quality, modes, precisions, reference_memory, run_messages
+from xfuser_cocodiff.engine.compression import modes, reference_memory, run_messages
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.layer_state import LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.compression.precisions import KindLoad, LayerKind, StepLoad
+from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.compression.step_report import StartedReport, StepReport
+from xfuser_cocodiff.engine.compression.step_report import RunErrors, StartedReport, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
@@ -39,17 +40,15 @@ class CodecRuntime:
         partition: slow and fast axes of the Ulysses group; None if it has no slow axis, or with virtual ranks.
         mode: a lossy mode, one of options.MODES.
         overrides: changes to the mode's schedule, in its notation.
-        max_over_ranks: returns the maximum over all ranks for each of some numbers.
+        sum_over_ranks: returns the sum over all ranks for each of some numbers.
         virtual_ranks: ranks to simulate instead of communication.
         memory_budget: bytes that link references may take on each rank; None for the default.
         info: logs what is normal.
         warn: logs what a user should act on.
         ring_partition: slow and fast axes of the ring; None if it has no slow axis.
-        precision_of: returns the precision of a kind of layer at this step, the same on all ranks; it changes between
-            steps only.
-        is_guided: whether the branches of guidance are on different ranks, so that runs are guided with one branch.
         device_memory: reads the memory of this rank's device, for the default budget; None for no limit by default,
             the same on all ranks.
+        min_over_ranks: returns the minimum over all ranks for each of some numbers; of one rank if not given.
     """
 
     def __init__(
@@ -57,19 +56,15 @@ class CodecRuntime:
         partition: AxisPartition | None,
         mode: str,
         overrides: str | None,
-        max_over_ranks: Callable[[list[float]], list[float]],
+        sum_over_ranks: Callable[[list[float]], list[float]],
         virtual_ranks: VirtualRanks | None = None,
         memory_budget: int | None = None,
         info: Callable[[str], None] = lambda message: None,
         warn: Callable[[str], None] = lambda message: None,
         ring_partition: AxisPartition | None = None,
-        precision_of: Callable[[LayerKind], float] = lambda kind: precisions.SCHEDULED,
-        is_guided: bool = False,
         device_memory: Callable[[], DeviceMemory | None] | None = None,
+        min_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> None:
-        self._has_apart_branches = is_guided
-        """Whether the branches of guidance are on different ranks, where each is coded by itself."""
-        self.precision_of = precision_of
         self.virtual_ranks = virtual_ranks
         self._given_budget, self._device_memory, self._info, self._warn = memory_budget, device_memory, info, warn
         self._default_budgets: dict[Hashable, float] = {}
@@ -77,9 +72,9 @@ class CodecRuntime:
         self._budget = math.inf
         """Bytes that link references of this run may take, the same on all ranks."""
         self._partition, self._ring_partition, self.mode, self._overrides = partition, ring_partition, mode, overrides
-        self._max_over_ranks = max_over_ranks
-        self._int8_references = False
-        """Whether references of this run are stored in int8."""
+        self._sum_over_ranks, self._min_over_ranks = sum_over_ranks, min_over_ranks
+        self._predicts = False
+        """Whether references are extrapolated in this run, by the schedule and as far as memory suffices."""
         self._logged: set[str] = set()
         """Messages that are not logged again."""
         self._logged_states = 0
@@ -94,53 +89,41 @@ class CodecRuntime:
         """Why compression is inactive for a layer of this run."""
         self.is_running = False
         """Whether a run is in progress."""
-        self._forces_keyframe = False
-        """Whether the current step is lossless regardless of the schedule, since values were not finite before it."""
-        self._is_certain = True
-        """Whether the run was announced rather than inferred."""
-        self._has_branches = False
-        """Whether layers have had several branches of guidance in a step of this run."""
-        self._may_have_branches = False
-        """Whether batches of this step may have several branches of guidance."""
-        self._is_guided = is_guided
-        """Whether the schedule is that of runs with guidance."""
-        self.schedule = self._schedule_for(None)
-        """Codec schedule of the run."""
-        self._precisions = precisions.precisions_of(self.schedule, None)
-        """Precisions of the run, lowest first."""
+        self._recovers = False
+        """Whether the current step is lossless regardless of the schedule; whether values were not finite before it."""
+        self.yardsticks: dict[str, float] = {}
+        """Mean errors of FP8 and FP4 on the tensors of the first run's first step."""
+        self.value_bytes = 0
+        """Bytes of a value without codecs, in the last step."""
+        self.fixed_bits: Sequence[float] | None = None
+        """Bits per value of each step, in place of what rate control would choose; for runs without values."""
+        preset = modes.PRESETS.get(mode, CodecSchedule())
+        self.schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
+        """Codec schedule of all runs."""
+        self._rate: RateControl | None = None
+        """Choice of the run's bits; None where the schedule has them."""
         self.step = self._first_step = 0
         """Current step, from 0, and that at which the run began."""
         self.total: int | None = None
         """Number of steps; None if unknown."""
         self._started: list[StartedReport] = []
         """Reports of the run's steps so far."""
-        self.load: StepLoad | None = None
-        """What the last step sent, until it is taken."""
 
-    def _schedule_for(self, total: int | None) -> CodecSchedule:
-        """Return the schedule of a run of `total` steps."""
-        preset = modes.preset(self.mode, total, self._is_guided) or CodecSchedule()
-        return CodecSchedule.parse(self._overrides, preset) if self._overrides else preset
-
-    def begin_run(self, total: int | None, step: int = 0, is_certain: bool = True) -> None:
+    def begin_run(self, total: int | None, step: int = 0) -> None:
         """Begin a run, without references.
 
         Args:
             total: number of steps; None if unknown.
             step: step at which the run continues after another one interrupted it.
-            is_certain: whether the run was announced rather than inferred; keyframes of an inferred run are lossless.
         """
         self.end_run()
         self.is_running, self._logged_states = True, 0
-        self._forces_keyframe = False
+        self._recovers = False
         self.inactive_reason, self.has_coded_layers = None, False
-        self._has_branches = self._may_have_branches = False
-        self._is_guided = self._has_apart_branches
-        self.schedule, self._is_certain = self._schedule_for(total), is_certain
-        self._precisions = precisions.precisions_of(self.schedule, total)
+        self._rate = RateControl(self.schedule.error) if self.schedule.error else None
         self.step, self._first_step, self.total = step, step, total
         self._transformers.clear()
-        self._int8_references, self._started = False, []
+        self._predicts, self._started = bool(self.schedule.predictor), []
 
     def end_run(self) -> None:
         """End the run, or abort it, and drop its references."""
@@ -152,62 +135,41 @@ class CodecRuntime:
         self.inactive_reason = reason
 
     def end_step(self) -> None:
-        """End a step: report it, and make the next one a keyframe if values of any rank were not finite.
+        """End a step: report it, and let its errors decide on later ones.
 
         On accelerators the step before decides, whose errors have arrived by now: for those of this step the host would
         wait, and the device would then wait for the host.
         """
         if not self.is_running:
             return
+        self.value_bytes = max((state.sizes.value_bytes for state in self._states.values()), default=0)
         started = self._start_report()
         self._started.append(started)
         self._log(started.report)
         if not self._checks_after_step:
-            started.read()
+            self._use_errors(started.read())
         elif len(self._started) > 1:
-            self._decide_on_keyframe(self._started[-2].read())
-        self._update_schedule()
-        if self._may_have_branches and not self._is_guided:  # these kinds never run again if it has
-            self.load = None
-        self._may_have_branches = False
+            self._use_errors(self._started[-2].read())
         self.step += 1
         if self.step == self.total:
+            known = [each.report for each in self._started if each.readout is None]  # the host need not wait for these
+            errors = RunErrors.of(known, self.yardsticks, self.value_bytes)
+            self._log_once(self._info, run_messages.error_of_run(errors))
             self.end_run()
 
-    def _update_schedule(self) -> None:
-        """Take the schedule of runs with guidance from the next step on, if the run has had several branches.
+    def _use_errors(self, report: StepReport) -> None:
+        """Choose the bits of later steps by the errors of a step on all ranks, and recover from values not finite.
 
-        The order of calls and :meth:`note_branches` tell, which are equal on all ranks.
+        A step after those values was lossless has replaced wrong references already.
         """
-        if self._is_guided or not self._has_branches:
-            return
-        self._is_guided = True
-        self.schedule = self._schedule_for(self.total)
-        self._precisions = precisions.precisions_of(self.schedule, self.total)
-        for state in self._states.values():
-            state.kind = self._at_schedule(state.kind)
-        if self.load:
-            # Kinds of the schedule before never run again in this run, and must not wait for a choice.
-            kinds = {self._at_schedule(kind): load for kind, load in self.load.kinds.items()}
-            self.load = StepLoad(kinds, is_representative=False)
-
-    def _at_schedule(self, kind: LayerKind) -> LayerKind:
-        """Return a kind of layer at the schedule of the run."""
-        return kind._replace(schedule=str(self.schedule), precisions=self._precisions)
-
-    def note_branches(self) -> None:
-        """Note that batches have several branches of guidance, which holds from this step on if it has no call yet."""
-        self._has_branches = True
-        if all(state.last_step != self.step for state in self._states.values()):
-            self._update_schedule()
-
-    def _decide_on_keyframe(self, report: StepReport) -> None:
-        """Decide whether the next step is lossless, by the report of the step before the current one on all ranks.
-
-        It is not if the current step was: that has already replaced wrong references.
-        """
-        [not_finite] = self._max_over_ranks([float(report.not_finite)])
-        self._forces_keyframe = not_finite > 0 and not self._forces_keyframe
+        if report.yardstick_errors:
+            self.yardsticks = {name: fmean(errors) for name, errors in report.yardstick_errors.items()}
+        if self._rate is None and not self._checks_after_step:
+            return  # values that are not finite were repeated
+        *sums, not_finite = self._sum_over_ranks([*report.error_sums, float(report.not_finite)])
+        if self._rate:
+            self._rate.note(report.step, *sums)
+        self._recovers = not_finite > 0 and not self._recovers
 
     @property
     def reports(self) -> list[StepReport]:
@@ -218,14 +180,13 @@ class CodecRuntime:
         """Start the report of the current step, and reset the statistics."""
         states = list(self._states.values())
         stats = [state.stats for state in states]
-        was_keyframe = self._forces_keyframe or self.schedule.is_keyframe_step(self.step)
-        has_new_layers = any(state.first_step == self.step and not state.is_exact for state in states)
-        self.load = StepLoad(self._load_of_kinds(), not (was_keyframe or has_new_layers))
-        for state in states:
-            state.stats = CodecStats()
+        was_keyframe = self._recovers or self.schedule.is_keyframe_step(self.step)
         report = StepReport(
             self.step,
+            dict.fromkeys((state.layer for state in states), 0.0),
             {},
+            {},
+            None if was_keyframe else self._bits,
             sum(each.sent_bytes for each in stats),
             sum(each.exact_bytes for each in stats),
             sum(each.repeated for each in stats),
@@ -235,25 +196,11 @@ class CodecRuntime:
             sum(state.is_exact for state in self._states.values()),
             tuple(dict.fromkeys(each.layer for each in self._states.values() if each.gathers_kv and not each.is_exact)),
         )
-        errors = [error for each in stats for error in each.quant_errors]
-        num_errors = [(state.layer, len(each.quant_errors)) for state, each in zip(states, stats, strict=True)]
-        return StartedReport(report, num_errors, not self._checks_after_step, ErrorReadout(errors))
-
-    def _load_of_kinds(self) -> dict[LayerKind, KindLoad]:
-        """Return what the coded layers that ran at this step have sent, by kind."""
-        loads: dict[LayerKind, KindLoad] = {}
-        for state in self._states.values():
-            if state.last_step == self.step and not state.is_exact:
-                load = loads.setdefault(state.kind, KindLoad())
-                load.calls += 1
-                load.sent_bytes += state.stats.sent_bytes
-                load.exact_bytes += state.stats.exact_bytes
-        return loads
-
-    def take_load(self) -> StepLoad | None:
-        """Return what the last step sent, once; None where no step has been encoded since."""
-        load, self.load = self.load, None
-        return load
+        names = [(each.layer, letter, each.has_references) for each in states for letter, _ in each.stats.quant_errors]
+        readout = ErrorReadout([error for state in states for _, error in state.stats.quant_errors])
+        for state in states:
+            state.stats = CodecStats()
+        return StartedReport(report, names, not self._checks_after_step, readout)
 
     def drop_layer(self, key: Hashable, branch: int) -> None:
         """Drop the references of a layer in a branch, whose next call begins with a keyframe.
@@ -327,21 +274,24 @@ class CodecRuntime:
     def _leader_of(self, state: LayerState, key: Hashable, branch: int) -> LayerState | None:
         """Return a layer's state in the branch that leads another one; None where each is coded by itself."""
         leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
-        of_both = {(each.is_exact, each.single_stage, each.gathers_kv) for each in (state, leader) if each}
+        of_both = {
+            (each.is_exact, each.has_references, each.single_stage, each.gathers_kv) for each in (state, leader) if each
+        }
         return leader if len(of_both) == 1 else None
 
     def _is_followed(self, key: Hashable, branch: int, in_ring: bool = False) -> bool:
         """Return whether a layer's values are kept for other branches.
 
-        Whether there are others is not known in the first step. If the schedule keeps previous references, there is
-        memory then: no reference has one yet. In later steps, memory is planned with the first branch that follows, and
-        that branch makes use of it if it is coded by the same exchange and was not left out of the last step, and in a
-        ring only if its tensors have the same sizes.
+        Whether there are others is not known in the first step. If previous references are planned, there is memory
+        then for values of up to two bytes: no reference has a previous one yet. In later steps, memory is planned with
+        the first branch that follows, and that branch makes use of it if it is coded by the same exchange and was not
+        left out of the last step, and in a ring only if its tensors have the same sizes.
         """
         if branch or not self.schedule.joint:
             return False
         if self.step == self._first_step:
-            return bool(self.schedule.predictor)
+            has_memory = math.isinf(self._budget) or self._states[key, branch].sizes.value_bytes <= 2
+            return self._predicts and has_memory
         follower = self._states.get((key, 1))
         if follower is None or follower.is_exact or follower.last_step < self.step - 1:
             return False
@@ -360,7 +310,6 @@ class CodecRuntime:
         gathers_lossless: bool = False,
     ) -> LayerState | None:
         """Return the state of a layer, created at its first call; None outside of runs and for lossless layers."""
-        self._has_branches |= branch > 0
         if not self.is_running:
             return None
         if (key, branch) not in self._states:
@@ -373,7 +322,6 @@ class CodecRuntime:
             self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
         state.last_step = self.step
-        self._may_have_branches |= batched_branches > 1
         if state.batched_branches != batched_branches:  # references of one branch would fit the values of another
             state.link_states.clear()
             state.ring_link_states.clear()
@@ -386,30 +334,38 @@ class CodecRuntime:
 
     def _codecs_of(self, state: LayerState, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
         """Return a layer's codecs at this step for given link states, as if there were no other branch."""
-        codecs = self.schedule.codecs(self.step, self.total, state.layer)
-        precision = self.precision_of(state.kind)
-        codecs = {name: precisions.at_precision(codec, precision) for name, codec in codecs.items()}
-        keyframe_codec = precisions.at_precision(self.schedule.keyframe_codec, precision)
-        if not self._is_certain:
-            keyframe_codec = replace(EXACT, predictor=self.schedule.predictor)
-        if self._forces_keyframe:
-            # The change of a reference that is not finite is not finite either: keep no previous reference then.
+        keyframe_codec, is_keyframe = self.schedule.keyframe_codec, self.schedule.is_keyframe_step(self.step)
+        codecs = self.schedule.codecs(self.step, self.total, None if is_keyframe or self._recovers else self._bits)
+        if not self._predicts:
+            codecs = {name: replace(codec, predicts=False) for name, codec in codecs.items()}
+            keyframe_codec = replace(keyframe_codec, predicts=False)
+        if self._recovers:
+            # The change of a reference that is not finite is not finite either: keep no previous reference.
             codecs = dict.fromkeys(codecs, EXACT)
-        else:
-            codecs = {name: keyframe_codec if codec.is_keyframe else codec for name, codec in codecs.items()}
+        elif not state.has_references:
+            codecs = dict.fromkeys(codecs, keyframe_codec)
         return LayerCodecs(
             partition,
             codecs,
             link_states,
             state.stats,
             step=self.step,
-            int8_references=self._int8_references,
+            exact_references=self.schedule.cached is not None,
             keyframe_codec=keyframe_codec,
             single_stage=state.single_stage,
             gathers_kv=state.gathers_kv,
-            joint=self.schedule.joint,
-            is_keyframe=self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
+            joint=self.schedule.joint if state.has_references else 0.0,
+            keeps_references=state.has_references,
+            measures_yardsticks=not self.yardsticks and self.step == self._first_step,
+            is_keyframe=self._recovers or is_keyframe,
         )
+
+    @property
+    def _bits(self) -> float | None:
+        """Bits per value of residuals at this step; None to send values unquantized."""
+        if self.fixed_bits:
+            return self.fixed_bits[self.step]
+        return self._rate.bits(self.step) if self._rate else self.schedule.bits
 
     @property
     def _checks_after_step(self) -> bool:
@@ -450,8 +406,6 @@ class CodecRuntime:
         sides of a threshold could not be coded together.
         """
         self.has_coded_layers = True
-        if self.schedule.allocation:
-            self.schedule.allocation.check_layer(layer)
         if transformer not in self._transformers:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
@@ -460,19 +414,21 @@ class CodecRuntime:
         planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), kept)
         saved, added = coding_seconds = leader.coding_seconds if leader else self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
-        if not is_exact and not self._fits_budget(planned_bytes):
-            self._convert_to_int8()
-            is_exact = not self._fits_budget(planned_bytes)
+        has_references = not is_exact
+        if has_references and not self._fits_budget(planned_bytes):
+            self._predicts = False
+            has_references = self._fits_budget(planned_bytes)
+        # V-Major has no keyframes in few bits.
+        is_exact = is_exact or (not has_references and self.schedule.keyframe_codec.is_exact)
         single_stage = leader.single_stage if leader else self._takes_single_stage(sizes)
-        own_kind = LayerKind(precisions.kind_name(layer), sizes, gathers_kv, str(self.schedule), self._precisions)
         return LayerState(
             layer,
             transformer,
             sizes,
-            leader.kind if leader else own_kind,
             planned_bytes,
             is_exact,
             single_stage,
+            has_references,
             gathers_kv,
             coding_seconds,
         )
@@ -506,7 +462,7 @@ class CodecRuntime:
 
     def _fits_budget(self, planned_bytes: ReferenceBytes) -> bool:
         """Return whether the references of another layer fit the memory budget."""
-        return self.planned_reference_bytes + planned_bytes[self._int8_references] <= self._budget
+        return self.planned_reference_bytes + self._reference_bytes(planned_bytes) <= self._budget
 
     def _agree_on_budget(self, transformer: Hashable, sizes: LayerSizes) -> float:
         """Return the memory budget of a run whose first layer asks, the smallest one of all ranks.
@@ -521,7 +477,7 @@ class CodecRuntime:
         kept = self._default_budgets.setdefault(key, budget)
         if budget < kept - _DRIFT:
             self._default_budgets[key] = kept = budget
-        return max(0.0, -self._max_over_ranks([-kept])[0])
+        return max(0.0, *self._min_over_ranks([kept]))
 
     def _drop_finished_transformers(self) -> None:
         """Drop references of transformers without a call at this step, when another transformer is first called.
@@ -535,25 +491,6 @@ class CodecRuntime:
             if state.transformer not in current:
                 del self._states[key]
 
-    def _convert_to_int8(self) -> None:
-        """Store all references in int8 from now on."""
-        if self._int8_references:
-            return
-        self._int8_references = True
-        for state in self._states.values():
-            on_stream = self._partition and self._partition.fast and not state.single_stage
-            resharded, gathered = state.link_states, state.ring_link_states
-            if state.gathers_kv:
-                resharded, gathered = {}, state.link_states
-            for link_state in resharded.values():
-                link_state.to_int8(self._partition.fast.comm_stream if on_stream else None)
-            for link_state in gathered.values():  # both of whose references are used on the comm stream
-                partition = self._partition or self._ring_partition
-                if partition is None:  # virtual ranks
-                    link_state.to_int8()
-                else:
-                    partition.slow.comm_stream.start("convert references to int8", link_state.to_int8).wait()
-
     # Log messages at the end of a step.
 
     def _log(self, report: StepReport) -> None:
@@ -563,11 +500,8 @@ class CodecRuntime:
             self._log_layers(lossy)
             self._logged_states = len(self._states)
         if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(self._states):
-            expected = self._expected_quality(any(state.gathers_kv for state in lossy))
-            self._log_once(
-                self._info,
-                run_messages.mode_in_use(self.mode, self._overrides, self.schedule, self.total, expected),
-            )
+            message = run_messages.mode_in_use(self.mode, self._overrides, self.schedule, self.total)
+            self._log_once(self._info, message)
 
     def _log_layers(self, lossy: list[LayerState]) -> None:
         """Log which layers are lossless against the schedule, and why, and the memory of the references of others."""
@@ -576,21 +510,13 @@ class CodecRuntime:
         num_layers, num_branches = len({key for key, _ in self._states}), 1 + max(each for _, each in self._states)
         coded, is_default = [state for state in lossy if state.saves_time], self._given_budget is None
         budget = run_messages.memory_budget(coded, self._budget, is_default)
-        memory = run_messages.reference_memory(coded, num_layers, num_branches, self._int8_references, budget)
-        if memory and any(state.is_exact for state in coded):
+        memory = run_messages.reference_memory(coded, num_layers, num_branches, self._predicts, budget)
+        if memory and not all(state.has_references for state in coded):
             self._warn(memory)  # in every run
         else:
             self._log_once(self._info, memory)
         for warning in run_messages.unmatched_layers(self.schedule, (state.layer for state in self._states.values())):
             self._log_once(self._warn, warning)
-
-    def _expected_quality(self, gathers_kv: bool) -> str:
-        """Return the PSNR that runs like this one have with small trained models, in words; empty if unknown."""
-        expected = expected_quality.expected_psnr(self.mode, self.total, self._is_guided, gathers_kv)
-        if not expected or self._overrides or self._has_apart_branches:
-            return ""
-        guidance = "with guidance" if self._is_guided else "without guidance"
-        return f"PSNR {guidance}: {expected_quality.describe(expected)}"
 
     def _log_once(self, log: Callable[[str], None], message: str | None) -> None:
         """Log a message, if there is one, unless it was logged before."""
@@ -601,7 +527,12 @@ class CodecRuntime:
     @property
     def planned_reference_bytes(self) -> int:
         """Memory that references take once all previous references are there too, in bytes."""
-        return sum(state.planned_bytes[self._int8_references] for state in self._states.values() if not state.is_exact)
+        states = [state for state in self._states.values() if state.has_references]
+        return sum(self._reference_bytes(state.planned_bytes) for state in states)
+
+    def _reference_bytes(self, planned: ReferenceBytes) -> int:
+        """Return the memory of a layer's references in this run."""
+        return planned.predicted if self._predicts else planned.single
 
     @property
     def reference_bytes(self) -> int:

@@ -1,10 +1,13 @@
 """Reports of steps: reconstruction errors and bytes, whose errors arrive from the device later."""
 
-import itertools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
 
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
+from xfuser_cocodiff.engine.compression.yardsticks import YARDSTICKS
 
 
 @dataclass
@@ -14,7 +17,13 @@ class StepReport:
     step: int
     """Number of the step, from 0."""
     errors: dict[str, float]
-    """Relative reconstruction error of each layer."""
+    """Largest error of a tensor of each layer: norm of decoded minus sent values over that of the sent ones."""
+    tensor_errors: dict[str, list[float]]
+    """Error of each tensor that was sent, by its letter, over layers and branches."""
+    yardstick_errors: dict[str, list[float]]
+    """Errors that FP8 and FP4 have on the same tensors, by name; empty unless they were measured at this step."""
+    bits: float | None
+    """Bits per value of residuals; None in a keyframe, and where values are sent unquantized."""
     sent_bytes: int
     """Bytes that this rank sent as the source to other coordinates on slow axes."""
     exact_bytes: int
@@ -32,11 +41,50 @@ class StepReport:
     """Layers, counted per branch, that are lossless at all steps."""
     gathered_layers: tuple[str, ...]
     """Names of coded layers that gather K and V along the slow axes of the Ulysses group, in call order."""
+    error_sums: tuple[float, int] = (0.0, 0)
+    """Sum of the errors of tensors whose bits rate control chooses, and their number."""
 
     @property
     def error(self) -> float:
-        """Maximum relative reconstruction error over layers."""
-        return max(self.errors.values(), default=0.0)
+        """Mean error over tensors, layers and branches; 0 if all were lossless."""
+        errors = [error for of_letter in self.tensor_errors.values() for error in of_letter]
+        return fmean(errors) if errors else 0.0
+
+
+def mean_errors(reports: Iterable[StepReport]) -> dict[str, float]:
+    """Return the mean error of each tensor over steps, layers and branches, by its letter."""
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        for letter, errors in report.tensor_errors.items():
+            found.setdefault(letter, []).extend(errors)
+    return {letter: fmean(errors) for letter, errors in found.items()}
+
+
+class RunErrors(NamedTuple):
+    """Errors and bits of a run, named as in records."""
+
+    mean_error: float | None
+    """Mean error over tensors that were sent, layers, branches and steps; None if all were lossless."""
+    error: dict[str, float]
+    """Mean error of each tensor, by its letter."""
+    bits: float | None
+    """Mean bits per value, with scales and keyframes; None if nothing was coded."""
+    yardsticks: Mapping[str, float]
+    """Mean errors of FP8 and FP4 on the same tensors, by name."""
+
+    @classmethod
+    def of(cls, reports: Sequence[StepReport], yardsticks: Mapping[str, float], value_bytes: int) -> "RunErrors":
+        """Return those of the steps of a run.
+
+        Args:
+            reports: reports of its steps.
+            yardsticks: mean errors of other codes on the same tensors, by name.
+            value_bytes: bytes of a value without codecs.
+        """
+        lossy = [report.error for report in reports if report.tensor_errors]
+        sent, exact = (sum(getattr(report, name) for report in reports) for name in ("sent_bytes", "exact_bytes"))
+        bits = 8 * value_bytes * sent / exact if exact else None
+        return cls(fmean(lossy) if lossy else None, mean_errors(reports), bits, yardsticks)
 
 
 @dataclass
@@ -45,26 +93,34 @@ class StartedReport:
 
     report: StepReport
     """The report, without errors until they are read."""
-    num_errors: list[tuple[str, int]]
-    """Name of each layer, and number of its errors."""
+    names: list[tuple[str, str, bool]]
+    """Layer of each error, letter of the tensor, and whether the layer has references. Layer states would keep the
+    references of a run that has ended."""
     counts_repeats: bool
     """Whether tensors that are not finite were repeated already."""
     readout: ErrorReadout | None
     """Errors of all layers; None once they are read."""
 
     def read(self) -> StepReport:
-        """Return the report with the relative error of each layer, once these have arrived."""
+        """Return the report with the errors, once these have arrived."""
         readout, self.readout = self.readout, None
         if readout is None:
             return self.report
-        energies, not_finite = iter(readout.read()), 0
-        for layer, count in self.num_errors:
-            pairs = list(itertools.islice(energies, count))
-            finite = [pair for pair in pairs if math.isfinite(pair[0])]
-            not_finite += len(pairs) - len(finite)
-            error_energy, value_energy = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
+        not_finite = 0
+        for (layer, letter, has_references), (error_energy, value_energy) in zip(
+            self.names, readout.read(), strict=True
+        ):
+            if not math.isfinite(error_energy):
+                not_finite += 1
+                continue
             error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
+            if letter in YARDSTICKS:
+                self.report.yardstick_errors.setdefault(letter, []).append(error)
+                continue
+            self.report.tensor_errors.setdefault(letter, []).append(error)
             self.report.errors[layer] = max(error, self.report.errors.get(layer, 0.0))
+            if has_references:
+                self.report.error_sums = self.report.error_sums[0] + error, self.report.error_sums[1] + 1
         if not self.counts_repeats:
             self.report.not_finite = not_finite
             self.report.repeated += not_finite

@@ -19,10 +19,10 @@ import torch
 from torch.nn import functional
 
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
-from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression import codecs, yardsticks
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.codec import EXACT, aligned, section_bytes
-from xfuser_cocodiff.engine.compression.codecs import CodedTensor
+from xfuser_cocodiff.engine.compression.codecs import CodedTensor, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     LayerCodecs,
     active_tokens_for,
@@ -250,6 +250,7 @@ def _through_codecs(
     parts = layer_codecs.split_branches(name, values, samples)
     received = [_through_codec(each, part, layer_codecs, copies) for each, part in parts.items()]
     layer_codecs.release_sent(name, ALL_HEADS)
+    layer_codecs.drop_references(parts, ALL_HEADS)
     return layer_codecs.join_branches(received, samples)
 
 
@@ -264,18 +265,25 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         lead.prepare(reference, codec)
     active = active_tokens_for(*of_tensor, values, codec, lead=lead)
     layer_codecs.note_sent(name, ALL_HEADS, values, None)
+    if layer_codecs.measures_yardsticks and not codec.is_exact:
+        stats.quant_errors += yardsticks.measure(values).items()
     sizes = section_bytes(codec, name, values.shape, values.dtype)
     payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
-    sent = link_state.sent_values
-    [error] = codecs.encode([CodedTensor(values, reference, codec, active, payload, None, lead, sent)])
     stats.sent_bytes += copies * len(values) * sum(map(aligned, sizes))
     stats.exact_bytes += copies * values.nbytes
+    tensor = CodedTensor(values, reference, codec, active, payload, None, lead, link_state.sent_values)
+    error: QuantError | None
+    if tensor.is_quantized:
+        error, received = codecs.round_trip(tensor)
+    else:
+        [error] = codecs.encode([tensor])
+        received = values if codec.is_exact else decoded_values(reference, lead)
     if error:
-        stats.quant_errors.append(error)
+        stats.quant_errors.append((name[0], error))
     if error and not is_finite(error):
         stats.repeated += 1
         link_state.drop_kept()
         payload, lead = torch.empty_like(values).flatten(1).view(torch.uint8), lead and lead.alone()
         codecs.encode([CodedTensor(values, reference, EXACT, None, payload, lead=lead)])
         return values
-    return values if codec.is_exact else decoded_values(reference, lead)
+    return received

@@ -1,8 +1,7 @@
-"""Kernels that score, encode and decode rows of values for the codecs, as Triton and PyTorch backends.
+"""Kernels that encode and decode rows of values for the codecs, as Triton and PyTorch backends.
 Input: tensors of any strides, the prediction that both ends of a link share, and the bits per value.
 Output: payload bytes, decoded values, new link references and their error.
-Public: `scores`, `encode`, `decode`, `use`, `resolve`, `rows.MessagePart`, `rows.Prediction`, `rows.ActiveTokens`,
-`rows.Base`.
+Public: `encode`, `decode`, `use`, `resolve`, `rows.MessagePart`, `rows.Prediction`, `rows.Int8Rows`.
 """
 
 import functools
@@ -17,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import Base, EncodeResult, MessagePart, Prediction, check_base
+from xfuser_cocodiff.engine.kernels.rows import EncodeResult, Int8Rows, MessagePart, check_base
 from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
@@ -99,28 +98,6 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def scores(
-    values: torch.Tensor, prediction: Prediction, local_slots: range | None = None, base: Base | None = None
-) -> torch.Tensor:
-    """Return the squared distance of each token from its prediction, summed over heads and dims.
-
-    Args:
-        values: (P, G, H, T, D), of any strides.
-        prediction: inputs of the prediction, the same at both ends.
-        local_slots: slots of this rank, which are skipped; None for none.
-        base: values whose difference is scored; None to score the values themselves.
-
-    Returns:
-        float32 (L, G, T).
-
-    Raises:
-        ValueError: a base that does not fit the values.
-    """
-    if base is not None:
-        check_base(base, 1, values, local_slots)
-    return _kernels(values.device).scores(values, prediction, local_slots, base)
-
-
 def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     """Encode the tensors of a message as quantized residuals to their predictions, and write the payloads.
 
@@ -128,29 +105,28 @@ def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
         parts: the tensors, all on one device.
 
     Raises:
-        ValueError: a base that does not fit its values, or with `bits` None.
+        ValueError: a base that does not fit its values.
     """
-    return _checked(parts).encode_all(parts)
+    return _kernels_for(parts).encode(parts)
 
 
-def decode(parts: Sequence[MessagePart]) -> list[torch.Tensor]:
+def decode(parts: Sequence[MessagePart]) -> list[Int8Rows]:
     """Decode payloads, as :func:`encode` writes them, into the values of each part, except for the local slots.
 
     Args:
         parts: as passed to :func:`encode`, but for the values. None may need the decoded values of another.
 
     Returns:
-        The receiver's new link reference of each part, (L, G, H, T, D); with a base, the decoded difference.
+        The receiver's new link reference of each part; with a base, of the decoded difference.
 
     Raises:
-        ValueError: a base that does not fit its values, or with `bits` None.
+        ValueError: a base that does not fit its values.
     """
-    return _checked(parts).decode_all(parts)
+    return _kernels_for(parts).decode(parts)
 
 
-def _checked(parts: Sequence[MessagePart]) -> ModuleType:
+def _kernels_for(parts: Sequence[MessagePart]) -> ModuleType:
     """Return the module of the backend for parts, after a check of their bases."""
     for part in parts:
-        if part.base is not None:
-            check_base(part.base, part.bits, part.values, part.local_slots)
+        check_base(part)
     return _kernels(parts[0].values.device)

@@ -1,56 +1,53 @@
-"""Arguments and results of the kernels: active tokens, predictions, encode results, and views of slots and payloads.
+"""Arguments and results of the kernels: predictions, encode results, and views of slots and payloads.
 
-The backends `torch_kernels` (any device) and `triton_kernels` (accelerators) share them. The latter reads and writes
+The backends `torch_kernels` (any device) and `triton_kernels` (accelerators) share them; the latter reads and writes
 each tensor once. A payload of one backend decodes to the same bits with the other: only the encoder computes scales,
 from sums whose order differs between backends.
 
 Sizes in shapes: P slots, one per destination; L links, the slots of other ranks; G groups of tokens, H heads, T tokens,
-D head dim. `local_slots` is the contiguous range of slots that belong to this rank and are skipped; None means that all
-P slots are links.
+D head dim; R rows of a link, each of N values: a token of a head, or several where D is small. `local_slots` is the
+contiguous range of slots that belong to this rank and are skipped; None means that all P slots are links.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.kernels.quantize import from_int8, to_int8, tokens_per_row
 
-class ActiveTokens:
-    """The tokens of each group that are sent; every group sends the same number.
 
-    Each kernel backend reads them in the form that suits it: as an order, as positions or as indices.
+class Int8Rows(NamedTuple):
+    """A link reference: rows of values in int8, the same bits at both ends."""
 
-    Args:
-        mask: uint8 (L, G, T or more); 1 marks a token that is sent.
-        tokens: T.
-        count: number of tokens sent per group.
-    """
+    levels: torch.Tensor
+    """int8 (L, R, N), contiguous."""
+    codes: torch.Tensor
+    """Code of each row's maximum, uint8 (L, R), contiguous."""
 
-    def __init__(self, mask: torch.Tensor, tokens: int, count: int) -> None:
-        self.mask, self.tokens, self.count = mask, tokens, count
-        self.order: torch.Tensor | None = None
-        """Tokens that are sent and then the others, each ascending, int32 (L, G, T); set by Triton's kernels."""
+    @classmethod
+    def of(cls, values: torch.Tensor) -> "Int8Rows":
+        """Return the rows of values (L, G, H, T, D), with zeros in place of those that are not finite."""
+        return cls.of_rows(in_rows(torch.nan_to_num(values.float(), 0.0, 0.0, 0.0)))
 
-    @functools.cached_property
-    def positions(self) -> torch.Tensor:
-        """Position of each token among those that are sent, counted from 1, or 0 if it is not sent. int32 (L, G, T)."""
-        mask = self.mask[..., : self.tokens]
-        return mask.cumsum(-1, dtype=torch.int32).mul_(mask)
+    @classmethod
+    def of_rows(cls, values: torch.Tensor) -> "Int8Rows":
+        """Return the rows of float32 values (L, R, N)."""
+        return cls(*to_int8(values))
 
-    @functools.cached_property
-    def indices(self) -> torch.Tensor:
-        """Indices of the tokens that are sent, ascending. int64 (L, G, count); computed without a device sync."""
-        mask = self.mask[..., : self.tokens]
-        return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
+    @property
+    def values(self) -> torch.Tensor:
+        """Values that the rows stand for, float32 (L, R, N)."""
+        return from_int8(*self)
 
 
 class Prediction(NamedTuple):
     """Inputs of the prediction that both ends of a link make: reference + gain * (reference - previous)."""
 
-    reference: torch.Tensor
-    """Link reference, contiguous (L, G, H, T, D)."""
-    previous: torch.Tensor | None = None
-    """Link reference of the step before, of the same shape; None to predict the reference itself."""
+    reference: Int8Rows | None = None
+    """Link reference; None to predict zeros, as for a keyframe."""
+    previous: Int8Rows | None = None
+    """Link reference of the step before; None to predict the reference itself."""
     gains: torch.Tensor | None = None
     """Gain of each link in units of 1 / GAIN_STEPS, uint8 (L)."""
     channel_scales: torch.Tensor | None = None
@@ -58,42 +55,27 @@ class Prediction(NamedTuple):
     (L, H, D); None for ones."""
 
 
-class Base(NamedTuple):
-    """Values that are subtracted before encoding and added after decoding, times a weight: those of another branch.
-
-    What is encoded is the difference in float32, rounded to the type of the values. References are of that difference.
-    """
-
-    values: torch.Tensor
-    """(L, G, H, T, D), of any strides, of the type of the values; indexed by link, not by slot."""
-    weight: float
-    """Weight of the base in the difference."""
-
-
 class MessagePart(NamedTuple):
     """A tensor of a message, and how it is encoded."""
 
     values: torch.Tensor
     """(P, G, H, T, D), of any strides: the values to encode, or the target that decoded values are written to."""
-    prediction: Prediction | None
-    """Prediction of the values, the same at both ends; None to send all values unchanged. The reference then has zeros
-    where values are not finite."""
-    bits: float | None
-    """Bits per value of the residual, one of quantize.GRIDS; None to send the values themselves."""
-    active: ActiveTokens | None
-    """Tokens that are sent; None for all."""
+    prediction: Prediction
+    """Prediction of the values, the same at both ends."""
+    bits: float
+    """Bits per value of the residual, one of quantize.GRIDS."""
     payload: torch.Tensor
-    """uint8 (P, n); the local slots are not accessed. The levels of all rows, then their scales; with `bits` None the
-    values. Slots may have gaps between them and begin at a multiple of a value's size."""
+    """uint8 (P, n); the local slots are not accessed. The levels of all rows, then their scales. Slots may have gaps
+    between them and begin at an even address."""
     local_slots: range | None = None
     """Slots of this rank, which are skipped; None for none."""
     sends_gain: bool = False
     """Whether the payload ends with GAIN_BYTES bytes that carry the gain, which the receiver uses in place of those of
     its prediction."""
-    base: Base | None = None
-    """Values whose difference is encoded; the prediction is one of the difference. The receiver adds its own, such as
-    the decoded values of the sender's base, in float32, and rounds the sum to the type of the values. None to encode
-    the values themselves. The payload has the same form."""
+    base: torch.Tensor | None = None
+    """Values (L, G, H, T, D), of any strides, whose difference is encoded, such as those of another branch; the
+    prediction is one of the difference. The receiver adds its own, such as the decoded values of the sender's base.
+    None to encode the values themselves. The payload has the same form."""
 
 
 GAIN_STEPS = 32
@@ -111,29 +93,38 @@ def sample_stride(tokens: int) -> int:
 class EncodeResult(NamedTuple):
     """The sender's new link reference, and the figures that encoding gives."""
 
-    reference: torch.Tensor
-    """Values as the receiver decodes them, (L, G, H, T, D); with a base, differences to it."""
-    error_energy: torch.Tensor | None = None
-    """Sum of squared reconstruction errors, with a base those of the difference; not finite if the values are not. None
-    if values are sent losslessly."""
-    value_energy: torch.Tensor | None = None
+    reference: Int8Rows
+    """Values as the receiver decodes them; with a base, differences to it."""
+    error_energy: torch.Tensor
+    """Sum of squared reconstruction errors, with a base those of the difference; not finite if the values are not."""
+    value_energy: torch.Tensor
     """Sum of squared values, with a base those of the values themselves."""
     gains: torch.Tensor | None = None
     """Least-squares gain of each link for the next step, uint8 (L); None without a previous reference."""
 
 
-def check_base(base: Base, bits: float | None, values: torch.Tensor, local_slots: range | None) -> None:
-    """Check that a base fits values (P, G, H, T, D) and their codec.
+def check_base(part: MessagePart) -> None:
+    """Check that the base of a part fits its values.
 
     Raises:
-        ValueError: another shape or type, or no bits: values that are sent unchanged have no difference.
+        ValueError: another shape or type.
     """
-    shape = num_links(values.shape[0], local_slots), *values.shape[1:]
-    if bits is None:
-        raise ValueError("a base for values that are sent unchanged; it needs bits per value")
-    if base.values.shape != shape or base.values.dtype != values.dtype:
-        found = f"a base of {tuple(base.values.shape)} {base.values.dtype}"
-        raise ValueError(f"{found} for values of {shape} {values.dtype}")
+    values, base = part.values, part.base
+    shape = num_links(values.shape[0], part.local_slots), *values.shape[1:]
+    if base is not None and (base.shape != shape or base.dtype != values.dtype):
+        raise ValueError(f"a base of {tuple(base.shape)} {base.dtype} for values of {shape} {values.dtype}")
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Return R and N, the number of rows of a link and of values in each, for values (L, G, H, T, D)."""
+    _, groups, heads, tokens, dim = shape
+    row_tokens = tokens_per_row(dim, tokens)
+    return groups * heads * (tokens // row_tokens), row_tokens * dim
+
+
+def in_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return values (L, G, H, T, D) as rows (L, R, N)."""
+    return values.reshape(len(values), *rows_of(values.shape))
 
 
 def num_links(slots: int, local_slots: range | None) -> int:
@@ -147,12 +138,6 @@ def remote_slots(values: torch.Tensor, local_slots: range | None) -> torch.Tenso
         return values
     before, after = values[: local_slots.start], values[local_slots.stop :]
     return torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
-
-
-def view_bytes(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a view of bytes (P, n) as values of a type."""
-    # A payload without active tokens is empty, and its rows may be at any address.
-    return payload.view(dtype) if payload.shape[1] else payload.new_empty(payload.shape, dtype=dtype)
 
 
 def write_remote_slots(target: torch.Tensor, values: torch.Tensor, local_slots: range | None) -> None:

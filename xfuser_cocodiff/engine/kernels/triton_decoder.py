@@ -3,112 +3,82 @@
 import triton
 import triton.language as tl
 
+from xfuser_cocodiff.engine.kernels.triton_reference import store_reference
 from xfuser_cocodiff.engine.kernels.triton_tensors import (
+    NUM_CODES,
     dequantize,
     load_base,
     load_channel_scales,
-    locate_program,
-    locate_rows,
+    locate_row,
     predict,
     read_size,
     row_start,
+    rows_of,
     tokens_of,
-    zero_not_finite,
 )
 
 
 @triton.jit
-def decode_kernel(tensors, codecs: tl.constexpr, scale_table):
+def decode_kernel(tensors, shapes: tl.constexpr, tables):
     """Decode tensors into their targets, and write their new references.
 
     Args:
         tensors: a TensorArguments for each tensor.
-        codecs: the CodecConstants of each tensor.
-        scale_table: scale of each code, float32 (256).
+        shapes: a RowShape for each tensor.
+        tables: see :func:`triton_reference.store_reference`.
     """
     first = 0
-    for number in tl.static_range(len(codecs)):
+    for number in tl.static_range(len(shapes)):
         program = tl.program_id(0) - first
         if (program >= 0) & (program < read_size(tensors[number].programs)):
-            _decode_rows(tensors[number], codecs, number, program, scale_table)
+            _decode_rows(tensors[number], shapes, number, program, tables)
         first += read_size(tensors[number].programs)
 
 
 @triton.jit
-def _decode_rows(tensor, codecs: tl.constexpr, index: tl.constexpr, program, scale_table):
+def _decode_rows(tensor, shapes: tl.constexpr, index: tl.constexpr, program, tables):
     """Decode the rows of a program into the new reference and the target; see :func:`triton_encoder._encode_rows`."""
-    codec: tl.constexpr = codecs[index]
-    link, number, sending = locate_program(tensor, codec, program)
-    if tensor.order is not None:
-        if number < sending:
-            _decode_tiles(tensor, codec, link, number, scale_table, True)
-        else:
-            _decode_tiles(tensor, codec, link, number - sending, scale_table, False)
-    else:
-        _decode_tiles(tensor, codec, link, number, scale_table, True)
-
-
-@triton.jit
-def _decode_tiles(tensor, codec: tl.constexpr, link, number, scale_table, sends: tl.constexpr):
-    """Decode rows that were all sent, or predict rows none of which was."""
-    levels: tl.constexpr = codec.levels
-    per_byte: tl.constexpr = codec.per_byte
-    size: tl.constexpr = codec.row_tokens * codec.dim
-    block: tl.constexpr = codec.block
-    block_rows: tl.constexpr = codec.block_rows
-    is_across_rows: tl.constexpr = codec.is_across_rows
+    shape: tl.constexpr = shapes[index]
+    dim: tl.constexpr = shape.dim
+    row_tokens: tl.constexpr = shape.row_tokens
+    size: tl.constexpr = dim * row_tokens
+    programs = read_size(tensor.programs) // read_size(tensor.links)
+    link, rows, per_unit = program // programs, rows_of(tensor, row_tokens), read_size(tensor.per_unit)
+    levels = read_size(tensor.levels)
     slot = link + (link >= read_size(tensor.local_start)) * read_size(tensor.local_count)
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
     gain = 0
     if tensor.gain_offset is not None:
-        gain = tl.load(message.to(tl.pointer_type(tl.uint8)) + read_size(tensor.gain_offset))
+        gain = tl.load(message + read_size(tensor.gain_offset))
     elif tensor.previous is not None:
         gain = tl.load(tensor.gains + link)
-    column = tl.arange(0, block)
-    packed = tl.zeros([block_rows, block], tl.int32)
-    if sends and is_across_rows:
-        rows = read_size(tensor.groups) * read_size(tensor.heads) * (read_size(tensor.active) // codec.row_tokens)
-        index = number * block_rows + tl.arange(0, block_rows)
-        inside = (index < tl.cdiv(rows, per_byte))[:, None] & (column < size)[None, :]
-        packed = tl.load(message + index.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0)
-        packed = packed.to(tl.int32)
-    for tile in range(tensor.tiles):
-        row, valid, group, head, first_token, start = locate_rows(tensor, codec, link, number, tile, sends)
-        inside, offset = valid[:, None] & (column < size)[None, :], start[:, None] + column[None, :]
-        token, inner = tokens_of(first_token, column, codec.dim, codec.row_tokens)
-        if tensor.reference is not None:
-            predicted, _, _ = predict(tensor.reference, tensor.previous, offset, inside, gain)
-            decoded = predicted
-        if sends:
-            if levels:
-                if is_across_rows:
-                    rest = packed // levels
-                    level, packed = packed - rest * levels, rest
-                else:  # digits are bit fields
-                    row_bytes: tl.constexpr = (size + per_byte - 1) // per_byte
-                    pointers = message + row.to(tl.int64)[:, None] * row_bytes + (column // per_byte)[None, :]
-                    byte = tl.load(pointers, mask=inside, other=0).to(tl.int32)
-                    level = (byte >> (column % per_byte * (8 // per_byte))[None, :]) & (levels - 1)
-                code = tl.load(message + read_size(tensor.scales_offset) + row, mask=valid, other=0).to(tl.int32)
-                width = tl.load(scale_table + code)[:, None] * codec.level_width
-                channel_scales = 1.0
-                if tensor.channel_scales is not None:
-                    channel_scales = load_channel_scales(tensor, codec.dim, link, head, inner, inside)
-                decoded = dequantize(level, width, channel_scales, predicted, (levels - 1) / 2)
-            else:
-                decoded = tl.load(message + row.to(tl.int64)[:, None] * size + column[None, :], mask=inside, other=0.0)
-        if tensor.reference is not None:
-            tl.store(tensor.new_reference + offset, decoded, mask=inside)
-        else:
-            tl.store(tensor.new_reference + offset, zero_not_finite(decoded), mask=inside)
+    column = tl.arange(0, shape.block)
+    unit = program % programs * shape.block_rows + tl.arange(0, shape.block_rows)
+    inside = (unit < tl.cdiv(rows, per_unit))[:, None] & (column < size)[None, :]
+    units = message.to(tl.pointer_type(tl.int16)) + unit.to(tl.int64)[:, None] * size + column[None, :]
+    packed = tl.load(units, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    for tile in range(per_unit):
+        row = unit * per_unit + tile
+        valid = row < rows
+        inside = valid[:, None] & (column < size)[None, :]
+        of_all = link * rows + row
+        offset = of_all.to(tl.int64)[:, None] * size + column[None, :]
+        group, head, first_token = locate_row(tensor, row, row_tokens)
+        token, inner = tokens_of(first_token, column, dim, row_tokens)
+        predicted, _, _ = predict(tensor, of_all, offset, valid, inside, gain, tables + NUM_CODES)
+        rest = tl.floor((packed.to(tl.float32) + 0.5) * tensor.inverse_levels).to(tl.int32)  # exact up to 16 bits
+        level, packed = (packed - rest * levels).to(tl.float32), rest
+        code = tl.load(message + read_size(tensor.scales_offset) + row, mask=valid, other=0).to(tl.int32)
+        width = tl.load(tables + code)[:, None] * tensor.level_width
+        channel_scales = 1.0
+        if tensor.channel_scales is not None:
+            channel_scales = load_channel_scales(tensor, link, head, inner, inside, dim)
+        decoded = dequantize(level, width, channel_scales, predicted, levels)
+        store_reference(tensor, decoded, of_all, offset, valid, inside, tables)
         outer = row_start(
             slot, group[:, None], head[:, None], token,
             tensor.stride_slot, tensor.stride_group, tensor.stride_head, tensor.stride_token,
         )  # fmt: skip
         if tensor.base is not None:
-            added = load_base(
-                tensor.base, tensor.weight, link, group[:, None], head[:, None], token, inner[None, :], inside,
-                tensor.stride_base_link, tensor.stride_base_group, tensor.stride_base_head, tensor.stride_base_token,
-            )  # fmt: skip
-            decoded = (added + decoded.to(tl.float32)).to(decoded.dtype)
-        tl.store(tensor.data + outer + inner[None, :], decoded, mask=inside)
+            decoded = load_base(tensor, link, group[:, None], head[:, None], token, inner[None, :], inside) + decoded
+        tl.store(tensor.data + outer + inner[None, :], decoded.to(tensor.data.dtype.element_ty), mask=inside)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression import bit_allocation, modes
+from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings import removed_options
@@ -25,6 +25,7 @@ from xfuser_cocodiff.engine.settings.options import (
     OFF,
     OPTIONS,
     OVERLAPS,
+    PAPER,
     RECORD_VARIABLE,
     Option,
 )
@@ -97,7 +98,7 @@ class CocoDiffConfig:
     """Mode of compression, one of MODES."""
 
     schedule: str | None = None
-    """Changes to the schedule of the mode."""
+    """Changes to the schedule of the mode, among them another target of the error."""
 
     slow_axes: tuple[str, ...] = ()
     """Names of the axes on which a lossy mode may approximate; MEASURED_SLOW_AXES leaves it to the link probe."""
@@ -174,7 +175,7 @@ def resolve(
             head_groups=_parse(given["cocodiff_head_groups"], _head_groups),
         ),
         mode=mode,
-        schedule=_parse(given["cocodiff_schedule"], lambda text: _schedule(text, mode, values.get("model"))),
+        schedule=_schedule(given, mode),
         slow_axes=slow_axes,
         virtual=virtual,
         virtual_ring=is_ring,
@@ -210,8 +211,7 @@ def _is_multi_node(ranks: SequenceRanks, placement: GroupPlacement, environment:
 
 
 def _mode(given: Mapping[str, Given], compresses: bool) -> str:
-    has_tuned_schedule = (given["cocodiff_schedule"][0] or "").startswith("@")
-    default = MULTI_NODE_MODE if compresses or has_tuned_schedule else EXACT
+    default = MULTI_NODE_MODE if compresses else EXACT
     return _choice(given["cocodiff_mode"], default, MODES)
 
 
@@ -252,19 +252,26 @@ def _profile(text: str, topology: Topology, ranks: SequenceRanks) -> Profile:
     return profile
 
 
-def _schedule(text: str, mode: str, model: str | None) -> str:
-    preset = modes.preset(mode, None)
-    if preset is None:
-        raise ValueError(
-            f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
-        )
-    schedule = CodecSchedule.parse(text, preset)
-    if schedule.allocation is None:
+def _schedule(given: Mapping[str, Given], mode: str) -> str | None:
+    """Return the changes to the schedule of a mode, by --cocodiff_schedule and --cocodiff_error."""
+
+    def parse(text: str) -> str:
+        if mode == EXACT:
+            raise ValueError(
+                f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
+            )
+        CodecSchedule.parse(text, modes.PRESETS[mode])
         return text
-    if model:
-        schedule.allocation.check_model(model)
-    file, comma, changes = text.partition(",")
-    return f"{bit_allocation.with_checksum(file)}{comma}{changes}"
+
+    def parse_error(text: str) -> str:
+        if mode == PAPER:
+            raise ValueError(f"{text!r} has no effect in the mode {PAPER}, which sends values unquantized")
+        return parse(f"error={_positive(text, modes.ERRORS, modes.MOST_ERROR):g}")
+
+    changes = [_parse(given["cocodiff_error"], parse_error), _parse(given["cocodiff_schedule"], parse)]
+    if all(changes):
+        _parse((",".join(changes), "--cocodiff_error with --cocodiff_schedule"), parse)
+    return ",".join(filter(None, changes)) or None
 
 
 def _virtual(text: str, degree: int) -> tuple[Topology, bool]:

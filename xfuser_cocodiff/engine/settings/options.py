@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.compression.modes import BALANCED, FAST
 from xfuser_cocodiff.engine.settings.ring_placement import PLACEMENTS
 from xfuser_cocodiff.engine.topology import launcher, plans
 from xfuser_cocodiff.engine.topology.topology import NOTATION
@@ -11,7 +12,7 @@ from xfuser_cocodiff.engine.topology.topology import NOTATION
 AUTO = "auto"
 OFF = "off"
 EXACT, PAPER = "exact", "paper"
-MODES = (EXACT, PAPER, "balanced", "fast", AUTO)
+MODES = (EXACT, PAPER, "balanced", "fast")
 MULTI_NODE_MODE = "balanced"
 """Default mode of ranks on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
@@ -110,8 +111,8 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        f"Compression on slow axes: 'exact' is lossless, the others are lossy. {AUTO!r} raises the bits of "
-        f"{MULTI_NODE_MODE!r} where that adds little to a step. Default: {MULTI_NODE_MODE!r} if the ranks of a "
+        f"Compression on slow axes: 'exact' is lossless; 'balanced' keeps the mean error at {BALANCED.error:g} (FP8), "
+        f"'fast' at {FAST.error:g} (FP4); 'paper' is V-Major. Default: {MULTI_NODE_MODE!r} if ranks of a "
         "sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
         MODES,
     ),
@@ -119,8 +120,7 @@ OPTIONS = (
         "cocodiff_schedule",
         "COCODIFF_SCHEDULE",
         None,
-        "Changes to the schedule of the mode, such as 'refresh=10,bits=4->2', or '@FILE' from `cocodiff tune`. Without "
-        f"--cocodiff_mode it implies {MULTI_NODE_MODE!r}.",
+        "Changes to how the mode codes values, such as 'bits=2' for the same bits at all steps.",
     ),
     Option(
         "cocodiff_slow_axes",
@@ -135,6 +135,12 @@ OPTIONS = (
         None,
         "Topology of virtual ranks: one rank with --ulysses_degree 1 applies the compression of that many, to evaluate "
         "quality. 'ring:TOPOLOGY' simulates a ring.",
+    ),
+    Option(
+        "cocodiff_error",
+        "COCODIFF_ERROR",
+        None,
+        "Mean error of what crosses slow axes, relative to its norm, that bits are chosen for. Default: the mode's.",
     ),
     Option(
         "cocodiff_memory_budget",

@@ -7,10 +7,13 @@ from xfuser_cocodiff.engine.settings.options import Option
 
 REMOVED_OPTIONS = (
     Option("cocodiff_max_ctas", "COCODIFF_MAX_CTAS", None, "set NCCL_MAX_CTAS, which NCCL reads"),
-    Option("cocodiff_max_error", "COCODIFF_MAX_ERROR", None, "choose --cocodiff_mode or bits in --cocodiff_schedule"),
+    Option("cocodiff_max_error", "COCODIFF_MAX_ERROR", None, "set --cocodiff_error, the mean error of a run"),
 )
 """Options that were removed; their help says what holds instead."""
-REMOVED_VALUES = {("cocodiff_kernels", "numba"): "'torch' serves CPUs"}
+REMOVED_VALUES = {
+    ("cocodiff_kernels", "numba"): "'torch' serves CPUs",
+    ("cocodiff_mode", "auto"): "the bits of all modes follow from their error; use 'balanced'",
+}
 """What holds in place of a value of an option, by field and value."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 16 * 2**20
-"""Largest file of settings: the link profile, the tuning cache, or a tuned schedule."""
+"""Largest file of settings: the link profile or the tuning cache."""
 MAX_RECORD_BYTES = 1024 * 2**20
 """Largest record of a measurement, which has entries for each step and layer."""
 

@@ -22,7 +22,7 @@ class TritonKernels:
         module: the module of the kernels.
     """
 
-    NAMES = ("scores_kernel", "order_kernel", "encode_kernel", "decode_kernel")
+    NAMES = ("encode_kernel", "decode_kernel")
 
     def __init__(self, clock: Clock, module: ModuleType) -> None:
         self._clock, self._module, self._stack = clock, module, contextlib.ExitStack()

@@ -24,7 +24,7 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Base, MessagePart, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, Int8Rows, MessagePart, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -39,7 +39,7 @@ DEGREES = (2, 4, 6, 8, 12, 24)
 """Ulysses degrees that divide the heads of both models, on two nodes."""
 NODES = 2
 """Size of the slow axis."""
-BITS, TOKEN_FRACTION = 2, 0.6
+BITS = 2
 """Bits per value, and fraction of tokens sent, as in the lossy modes."""
 CODED = ("balanced", "fast")
 """Modes whose codecs are timed."""
@@ -139,38 +139,30 @@ def kernel_calls(
     tokens, dim = _tokens(workload, resolution, degree), workload.head_dim
     # Strides as after the all-to-all along fast axes: tokens outside of heads.
     values = torch.randn(NODES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
-    reference = torch.randn(NODES - 1, groups, heads, tokens, dim, device=device).bfloat16()
+    shape = (NODES - 1, groups, heads, tokens, dim)
+    reference = torch.randn(shape, device=device)
     gains = torch.full((len(reference),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
     # Accelerators always divide by scales of channels, CPUs only where a channel is large.
     is_asynchronous = devices.capabilities(device.type).is_asynchronous
     scales = torch.ones(len(reference), heads, dim, device=device) if is_asynchronous else None
-    prediction = Prediction(reference, reference + 0.1 * torch.randn_like(reference), gains, scales)
-    target, local_slots = torch.empty_like(values), range(1)
-    count = int(TOKEN_FRACTION * tokens)
-    mask = torch.zeros(*reference.shape[:2], tokens, dtype=torch.uint8, device=device)
-    indices = kernels.scores(values, prediction, local_slots).topk(count, -1).indices
-    active = ActiveTokens(mask.scatter_(-1, indices, 1), tokens, count)
-    sizes = [Codec(bits).payload_bytes((*reference.shape[:3], sent, dim), reference.dtype) for sent in (tokens, count)]
-    payload, smaller = (torch.zeros(NODES, size, dtype=torch.uint8, device=device) for size in sizes)
-    base = Base(torch.randn_like(reference), 1.0)
-    full, encoded, selected = reference.nbytes, (NODES - 1) * sizes[0], (NODES - 1) * sizes[1]
+    previous = Int8Rows.of(reference + 0.1 * torch.randn_like(reference))
+    prediction = Prediction(Int8Rows.of(reference), previous, gains, scales)
+    payload = torch.zeros(NODES, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8, device=device)
+    base = torch.randn_like(reference).to(values.dtype)
+    part = MessagePart(values, prediction, bits, payload, range(1))
+    target = part._replace(values=torch.empty_like(values))
+    # Values, their base, both references and the new one.
+    of_values, of_reference = base.nbytes, sum(tensor.nbytes for tensor in previous)
+    moved = of_values + 3 * of_reference + (NODES - 1) * payload.shape[1]
 
-    def scores() -> object:
-        return kernels.scores(values, prediction, local_slots)
-
-    def encode(active: ActiveTokens | None, payload: torch.Tensor, base: Base | None = None) -> object:
-        return kernels.encode([MessagePart(values, prediction, bits, active, payload, local_slots, base=base)])
-
-    def decode(base: Base | None = None) -> object:
-        return kernels.decode([MessagePart(target, prediction, bits, None, payload, local_slots, base=base)])
+    def call(run: Callable, part: MessagePart) -> Callable[[], object]:
+        return lambda: run([part])
 
     return [
-        Timed("scores", scores, 3 * full),
-        Timed("encode", lambda: encode(None, payload), 4 * full + encoded),
-        Timed("encode, chosen tokens", lambda: encode(active, smaller), 4 * full + selected),
-        Timed("encode with a base", lambda: encode(None, payload, base), 5 * full + encoded),
-        Timed("decode with a base", lambda: decode(base), 5 * full + encoded),
-        Timed("decode", decode, 4 * full + encoded),
+        Timed("encode", call(kernels.encode, part), moved),
+        Timed("encode with a base", call(kernels.encode, part._replace(base=base)), moved + of_values),
+        Timed("decode with a base", call(kernels.decode, target._replace(base=base)), moved + of_values),
+        Timed("decode", call(kernels.decode, target), moved),
     ]
 
 
@@ -254,8 +246,8 @@ def _layer_all_to_alls(
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
     link_states: dict = {}
-    schedule = modes.preset(mode, STEPS)
-    codecs = schedule.codecs(STEPS - 1, STEPS) if schedule else None
+    schedule = modes.PRESETS.get(mode)
+    codecs = schedule.codecs(STEPS - 1, STEPS, BITS if schedule.error else None) if schedule else None
 
     def call() -> None:
         layer_codecs, gather = None, partition if codecs else None

@@ -18,7 +18,7 @@ from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell, add_modes
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import choose_speed
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, Variant, precision_variants
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, Variant
 from xfuser_cocodiff.lab.emulation import namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
@@ -92,10 +92,9 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         _advance(progress, len(variants))
     known = [each for split in splits for each in cell_rows.recorded_variants(cell, recorded[split], splits[split])]
     in_splits = _variants_in_splits(requested)
-    precisions = {name: found for name in requested.modes if (found := precision_variants(name))}
     if conditions.predicts:
         rows = [cell_rows.predicted_row(each, conditions.quality) for each in known]
-        return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits, precisions)}
+        return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits)}
     worth_measuring = cell_rows.worth_measuring(known)
     rows = [cell_rows.predicted_row(each, conditions.quality) for each in known if each not in worth_measuring]
     _advance(progress, (conditions.items - 1) * len(rows))
@@ -108,7 +107,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         _advance(progress, (conditions.items - 1) * len(group))
     order = [each.variant.name for each in known]
     rows.sort(key=lambda row: order.index(row["mode"]))
-    return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits, precisions)}
+    return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits)}
 
 
 def _expected_seconds(variants: Sequence[RecordedVariant], speed: Speed) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES
@@ -24,15 +23,13 @@ from xfuser_cocodiff.lab.cluster_bench.validity import Evidence
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK, Variant
 from xfuser_cocodiff.lab.simulation.scenario import STOCK as SIMULATED_STOCK
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
-from xfuser_cocodiff.xdit.session.precision_tuner import MAX_COST
 
 _CLEARLY_SLOWER = 1.05
 """Predicted step time over the best one from which on an overlap schedule is not measured; predictions are within 3 %
 of measurements."""
 
 _HOPELESS = 1.1
-"""Predicted step time over that of stock's fastest split from which on another split of stock is not measured; also
-that of a precision over the lowest one."""
+"""Predicted step time over that of stock's fastest split from which on another split of stock is not measured."""
 
 
 @dataclass(eq=False)
@@ -123,7 +120,7 @@ class RecordedVariant:
         rule = self.variant.rule
         if rule:
             return rule.is_lossless
-        return KEYFRAME not in self.recording.programs or self.variant.has_lossless_schedule
+        return KEYFRAME not in self.recording.programs
 
     def _full_seconds(self, outcome: Outcome) -> float:
         return full_step_seconds(self.cell, self.counts, outcome)
@@ -211,8 +208,6 @@ def worth_measuring(recorded: Sequence[RecordedVariant]) -> list[RecordedVariant
         seconds, variant = each.predicted_step_seconds, each.variant
         if variant.is_stock:
             return variant.name == STOCK or seconds <= _HOPELESS * fastest[STOCK]
-        if variant.lowest_precision:
-            return seconds <= _HOPELESS * fastest[variant.lowest_precision]
         return not variant.is_other_split or seconds <= fastest[variant.mode]
 
     return [each for each in recorded if is_worth_measuring(each)]
@@ -225,18 +220,12 @@ def row_seconds(row: Mapping[str, Any]) -> float:
     return median(measured) if measured else predicted
 
 
-def compare(
-    rows: Sequence[dict[str, Any]],
-    in_splits: Mapping[str, Collection[str]],
-    precisions: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
+def compare(rows: Sequence[dict[str, Any]], in_splits: Mapping[str, Collection[str]]) -> list[dict[str, Any]]:
     """Return the rows with their speedups, and the fastest row of stock, or of a mode, in its splits once more.
 
     Args:
         rows: one per variant, of which some may be stock.
         in_splits: variants of which the fastest one is the row of that name, such as BEST_STOCK.
-        precisions: variants of which mode `auto` would choose one, lowest precision first, which is the row of that
-            name.
     """
     stock = in_splits.get(BEST_STOCK, (STOCK,))
     best = {name: _fastest([row for row in rows if row["mode"] in names]) for name, names in in_splits.items()}
@@ -244,10 +233,6 @@ def compare(
     ordered += [{**best[BEST_STOCK], "mode": BEST_STOCK}] if BEST_STOCK in best else []
     ordered += [row for row in rows if row["mode"] not in stock]
     ordered += [{**row, "mode": name} for name, row in best.items() if name != BEST_STOCK]
-    by_mode = {row["mode"]: row for row in rows}
-    ordered += [
-        {**_highest_precision([by_mode[each] for each in names]), "mode": name} for name, names in precisions.items()
-    ]
     compared = [dict(row) for row in ordered]
     set_speedups(compared)
     return compared
@@ -259,25 +244,6 @@ def set_speedups(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         row["speedup"] = _speedup(by_mode.get(STOCK), row)
         row["speedup_over_best_stock"] = _speedup(by_mode.get(BEST_STOCK), row)
-
-
-def _highest_precision(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of the precision that mode `auto` chooses, given the rows of all, lowest first.
-
-    The first one that takes too long ends the choice, as in a run. Precisions that were not measured, since they are
-    predicted to take too long, are not chosen. An invalid measurement decides nothing: it ends the choice too, and if
-    it is that of the lowest precision, that row is returned, which is invalid.
-    """
-    lowest = chosen = rows[0]
-    for row in rows[1:]:
-        if lowest["valid"] is False or row["valid"] is False:
-            break
-        if bool(row["step_seconds"]) != bool(lowest["step_seconds"]):
-            break
-        if row_seconds(row) > (1 + MAX_COST) * row_seconds(lowest):
-            break
-        chosen = row
-    return chosen
 
 
 def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

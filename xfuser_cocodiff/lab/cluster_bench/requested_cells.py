@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MODES
+from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
+from xfuser_cocodiff.engine.settings.options import EXACT, MODES
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
@@ -21,7 +21,7 @@ from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 DEFAULT = "default"
 """Name that stands for all variants of :data:`DEFAULT_MODES` that apply to a cell."""
 DEFAULT_MODES = (
-    *(variants.BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", AUTO, "paper"),
+    *(variants.BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "paper"),
     *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
 )
 MAX_RANKS = 32
@@ -165,7 +165,7 @@ def _applicable(cell: Cell) -> list[str]:
         is_lossy = mode in MODES and mode != EXACT
         if not is_lossy or by_default:
             names.append(name)
-        if is_lossy and name == mode != AUTO and slow_axes and {*slow_axes} != {*by_default}:
+        if is_lossy and name == mode and slow_axes and {*slow_axes} != {*by_default}:
             names.append(f"{name}@slow_axes={';'.join(slow_axes)}")
     return names
 
@@ -187,9 +187,8 @@ def _check(cell: Cell, name: str) -> None:
         raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
     if mode in MODES:
         config = parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))
-        base = preset(mode, RUN_STEPS)
-        if base and config.schedule:
-            schedule = CodecSchedule.parse(config.schedule, base)
+        if mode in PRESETS and config.schedule:
+            schedule = CodecSchedule.parse(config.schedule, PRESETS[mode])
             if all(map(schedule.is_keyframe_step, range(RUN_STEPS))):
                 raise ValueError(f"--modes {name!r} is not valid: all {RUN_STEPS} steps are keyframes")
 

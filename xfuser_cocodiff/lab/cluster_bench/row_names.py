@@ -2,7 +2,7 @@
 
 from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, HIGHER_PRECISIONS
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK
 
 TAPA = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""
@@ -61,13 +61,10 @@ def row_name(mode: str) -> str:
 def is_frontier_row(mode: str) -> bool:
     """Return whether a row belongs to the comparison of speed and fidelity.
 
-    These are stock, other systems and modes of the plugin, but not single splits, modes with a feature switched off, or
-    the precisions of which `auto` has chosen one.
+    These are stock, other systems and modes of the plugin, but not single splits or modes with a feature switched off.
     """
     if mode in RULES or mode == BEST_STOCK or mode in BEST_MODES:
         return True
-    if mode.endswith(HIGHER_PRECISIONS):
-        return False
     main, *options = mode.split("@")
     return main in MODES and all(each.startswith(("slow_axes=", "schedule=")) for each in options)
 

@@ -183,7 +183,7 @@ RULES = {
             "CompactFusion: 2-bit residuals of K and V in a ring",
             "Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)",
             ring=RESIDUALS,
-            quality_case=_case(quality.COMPACTFUSION, "first=exact,predictor=0,bits=2,bits_o=2"),
+            quality_case=_case(quality.COMPACTFUSION, "first=exact,predictor=0,bits=2"),
         ),
         Rule(
             "v-first",

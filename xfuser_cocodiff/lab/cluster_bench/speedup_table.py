@@ -8,8 +8,8 @@ from xfuser_cocodiff.lab.cluster_bench.cell_speedups import find_speedup, mean_s
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 
-_MODES = ("exact", "best_exact", "balanced", "best_balanced", "fast", "auto", "paper")
-_COLUMNS = ("machine, ranks", "cells", "`exact`", "own split", "`balanced`", "own split", "`fast`", "`auto`", "`paper`")
+_MODES = ("exact", "best_exact", "balanced", "best_balanced", "fast", "paper")
+_COLUMNS = ("machine, ranks", "cells", "`exact`", "own split", "`balanced`", "own split", "`fast`", "`paper`")
 _SLOW_AXES = "@slow_axes="
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.settings.options import AUTO, MODES, MULTI_NODE_MODE
+from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.engine.settings.ring_placement import OUTER, UlyssesRingSplit
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
@@ -11,11 +11,8 @@ from xfuser_cocodiff.lab.cluster_bench.stock_splits import LARGEST_SLOWDOWN, div
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 
 STOCK, BEST_STOCK = "stock", "best_stock"
-BEST_MODES = {f"best_{mode}": mode for mode in MODES if mode != AUTO}
+BEST_MODES = {f"best_{mode}": mode for mode in MODES}
 """Modes of the plugin by the name that stands for the mode in its fastest split."""
-_LOSSLESS = "@schedule=first=exact;bits=exact;bits_o=exact"
-HIGHER_PRECISIONS = ("@schedule=bits=4;bits_o=4", "@schedule=bits=8;bits_o=8", _LOSSLESS)
-"""Schedules of the precisions above the mode's own that mode `auto` may give to all layers, lowest first."""
 _STOCK_RULES = ("stock-combined", "stock-separate")
 """How stock sends Q, K and V; the faster one counts as best stock."""
 
@@ -31,15 +28,8 @@ class Variant:
     """Rule that replaces stock's collectives; None for the plugin."""
     mode: str = ""
     """The plugin's mode in the notation of `bench model --mode`; empty for rules."""
-    lowest_precision: str = ""
-    """Mode of the lowest precision, if this is a higher one that mode `auto` may choose."""
     is_other_split: bool = False
     """Whether it is a mode in another split than stock's, of which only the fastest one is measured."""
-
-    @property
-    def has_lossless_schedule(self) -> bool:
-        """Whether it is a lossy mode whose schedule sends all values unchanged."""
-        return self.mode.endswith(_LOSSLESS)
 
     @property
     def is_stock(self) -> bool:
@@ -55,8 +45,7 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
         names: `best_stock` for all splits of stock that may be the fastest, names of rules, or modes of the plugin such
             as 'balanced' or 'exact/flat@v_first=on'. Rules and modes run in flat Ulysses where the heads allow it, else
             in the fastest split by the simulator. `best_exact` and so on stand for all other splits that may be the
-            fastest of a mode, also those with zero-padded heads. `auto` stands for its precisions, see
-            :func:`precision_variants`.
+            fastest of a mode, also those with zero-padded heads.
 
     Raises:
         ValueError: an unknown rule or mode, or a rule whose ring this cell does not have.
@@ -65,9 +54,7 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
     flat = UlyssesRingSplit(ranks, 1)
     has_flat = cell.workload.heads % ranks == 0
     variants = [Variant(STOCK, flat, RULES[STOCK])] if has_flat else []
-    in_auto = [found for found in map(precision_variants, names) if found]
-    lowest = {each: found[0] for found in in_auto for each in found[1:] if each not in names}
-    for name in _expand(names):
+    for name in dict.fromkeys(names):
         if name == STOCK:
             continue
         if name == BEST_STOCK:
@@ -79,23 +66,8 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
         else:
             mode = name.partition("@")[0].partition("/")[0]
             split = flat if has_flat else _fastest(cell, mode)
-            variants.append(Variant(name, split, mode=name, lowest_precision=lowest.get(name, "")))
+            variants.append(Variant(name, split, mode=name))
     return variants
-
-
-def _expand(names: Sequence[str]) -> list[str]:
-    """Return the names without repeats, with the variants that each mode `auto` stands for."""
-    return list(dict.fromkeys(each for name in names for each in precision_variants(name) or [name]))
-
-
-def precision_variants(name: str) -> list[str]:
-    """Return the variants that run all layers with one precision of mode `auto`, lowest first; none for other modes."""
-    main, *options = name.split("@")
-    mode, slash, plan = main.partition("/")
-    if mode != AUTO:
-        return []
-    lowest = "@".join([f"{MULTI_NODE_MODE}{slash}{plan}", *options])
-    return [f"{lowest}{schedule}" for schedule in ("", *HIGHER_PRECISIONS)]
 
 
 def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:

@@ -66,7 +66,6 @@ def compute_metrics(variant: VariantResult, stock: VariantResult, out: Path) -> 
     return {
         "topology": variant.settings["topology"],
         "slow_axes": variant.settings.get("slow_axes", []),
-        "precisions": variant.settings.get("precisions", {}),
         "exchange": variant.settings.get("exchange", {}),
         "device": variant.settings["device"],
         "step_seconds": seconds,
@@ -74,6 +73,7 @@ def compute_metrics(variant: VariantResult, stock: VariantResult, out: Path) -> 
         "ratio_to_stock": median(seconds) / median(stock.step_seconds),
         **_communication(variant),
         **_compression(variant),
+        **record.errors(variant.repeats),
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in variant.runs),
         "latents": _compare_latents(variant, stock),
         "image": _compare_images(variant, stock, out),

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
+from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MODES, MULTI_NODE_MODE
+from xfuser_cocodiff.engine.settings.options import EXACT, MODES
 from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
@@ -26,7 +28,6 @@ from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.xdit.launching import single_rank
 
-_UNIFORM = "bits={0},bits_o={0}"
 FP8 = "FP8 as in xDiT"
 ROW_FP8 = "FP8 as in cache-dit"
 INT8 = "INT8 and FP8 as in FlashInfer"
@@ -50,19 +51,12 @@ BASELINES = {
 UNIFORM = "uniform bits"
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     MODES_BY_HEADS: [("balanced", None), ("fast", None)],
-    MODES_IN_RING: [(mode, None) for mode in MODES if mode not in (EXACT, AUTO)],
-    UNIFORM: [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
-    HEADS: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
-    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
+    MODES_IN_RING: [(mode, None) for mode in MODES if mode != EXACT],
+    UNIFORM: [("balanced", f"bits={bits:g}") for bits in GRIDS],
+    HEADS: [("balanced", f"bits={bits:g}") for bits in GRIDS],
+    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,bits={bits}") for bits in (4, 2, 1)],
     **{series: [("balanced", None)] for series in (FP8, ROW_FP8, INT8, FP4)},
-    "fewer tokens": [
-        ("balanced", f"bits={bits},bits_o={o},cached={cached},predictor=0.5")
-        for cached in (0.25, 0.5, 0.75)
-        for bits, o in ((4, 2), (2, 2), (2, 1))
-    ],
-    "rule of the paper": [
-        ("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")
-    ],
+    "rule of the paper": [("paper", "refresh=0"), ("paper", "refresh=10")],
 }
 """By series, modes and changes to their schedules. Modes use their default exchange, unless a series replaces it."""
 ALL, METHODS = "all", "methods"
@@ -116,6 +110,17 @@ class GeneratedImages:
     """Layers whose messages were compressed, in call order."""
     exchanges: tuple[str, ...]
     """Exchanges along slow axes, see EXCHANGES."""
+    reports: tuple[StepReport, ...]
+    """Errors and bytes of each step."""
+    yardsticks: dict[str, float]
+    """Errors of FP8 and FP4 on the same tensors."""
+    value_bytes: int
+    """Bytes of a value without codecs."""
+
+    @property
+    def errors(self) -> dict[str, Any]:
+        """Errors and bits as in records."""
+        return RunErrors.of(self.reports, self.yardsticks, self.value_bytes)._asdict()
 
     @property
     def bytes_slow_fraction(self) -> float:
@@ -164,7 +169,7 @@ class QualityEvaluator:
             raise ValueError(f"--guidance_scale {guidance_scale:g} is not valid: the pipeline of {model} has none")
         # This selects xDiT's attention for stock too, as on many ranks; that of diffusers has masks of its own.
         self._pipeline.configure(replace(config, mode=MODES[-1]))
-        self._seeds, self._steps, self._size = seeds, steps, size
+        self._seeds, self._steps, self._size, self._dtype = seeds, steps, size, dtype
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
         self._slice_prompts = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
         makes_videos = self._pipeline.makes_videos
@@ -222,10 +227,13 @@ class QualityEvaluator:
             arguments["callback_on_step_end"] = after_step
         output = self._pipeline(prompts, self._steps, _TEXT_TOKENS, **arguments)
         images = output.images if "images" in output else output.frames
-        reports = self._pipeline.reports
+        reports, yardsticks = self._pipeline.reports, self._pipeline.yardsticks
         fractions = tuple(report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes)
         layers = tuple(dict.fromkeys(layer for report in reports for layer in report.errors))
-        return GeneratedImages(np.asarray(images).mean(-1), fractions, layers, self._pipeline.exchanges)
+        return GeneratedImages(
+            *(np.asarray(images).mean(-1), fractions, layers, self._pipeline.exchanges),
+            *(tuple(reports), yardsticks, self._dtype.itemsize),
+        )
 
 
 def _picture_prompts() -> list[str]:
@@ -278,6 +286,7 @@ def measure(
                 "codec": case.changes,
                 "exchanges": list(images[""].exchanges),
                 "bytes_slow_fraction": images[""].bytes_slow_fraction,
+                **images[""].errors,
                 **compare_images(images[""].values, stock[""].values),
                 "inpaint": {
                     mask: _compare_inpainted(images[mask].values, stock[mask].values, *evaluator.originals(mask))
@@ -368,7 +377,7 @@ def parse_cases(modes: Sequence[str], series: Sequence[str] = ()) -> list[CodecC
         if mode not in MODES or mode == EXACT:
             raise ValueError(f"--mode {mode!r} is not valid; valid are {', '.join(MODES[1:])}")
         if changes:
-            CodecSchedule.parse(changes, CodecSchedule())
+            CodecSchedule.parse(changes, PRESETS[mode])
         cases.append(CodecCase(mode, changes, bool(changes), f"{mode}, changed" if changes else mode))
     return cases + [CodecCase(*each, sweep=True, series=name) for name in series for each in SWEEP[name]]
 
@@ -380,7 +389,8 @@ def show(record: dict[str, Any]) -> None:
 
     masks = list(record["rows"][0]["inpaint"])
     table = Table(box=None)
-    texts, numbers = ("mode", "changes", "exchange"), ("bytes", "PSNR dB", "sd", "SSIM")
+    texts = ("mode", "changes", "exchange")
+    numbers = ("error", "by tensor", "bits", "bytes", "PSNR dB", "sd", "SSIM", "LPIPS")
     for column in (*texts, *numbers, *(f"{mask} dB (stock)" for mask in masks)):
         table.add_column(column, justify="left" if column in texts else "right")
     for row in record["rows"]:
@@ -389,20 +399,23 @@ def show(record: dict[str, Any]) -> None:
             row["mode"],
             row["codec"],
             EXCHANGES[tuple(row["exchanges"])],
+            NOT_MEASURED if row["mean_error"] is None else f"{row['mean_error']:.2%}",
+            " ".join(f"{name.upper()} {error:.1%}" for name, error in sorted(row["error"].items())),
+            f"{row['bits']:.2f}",
             f"{row['bytes_slow_fraction']:.3f}",
             "equal" if row["bit_equal"] else _format_decimal(row["psnr_db_mean"]),
             _format_decimal(row["psnr_db_sd"]),
             f"{row['ssim_mean']:.4f}",
+            NOT_MEASURED if row["lpips_mean"] is None else f"{row['lpips_mean']:.4f}",
             *(f"{one['psnr_db']:.2f} ({one['psnr_db_stock']:.2f})" for one in inpainted),
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    console.print("bytes: on slow links, over lossless ones of the same exchange")
-    console.print("PSNR and SSIM: to lossless runs, mean over seeds")
-    if any(row["mode"] == AUTO for row in record["rows"]):
-        console.print(
-            f"{AUTO}: with the bits of {MULTI_NODE_MODE}, its lowest precision; real runs raise them by step time"
-        )
+    console.print("error: norm of decoded minus sent values over that of the sent ones, mean over tensors and steps")
+    if yardsticks := next((row["yardsticks"] for row in record["rows"] if row["yardsticks"]), None):
+        console.print("on the same tensors: " + ", ".join(f"{name.upper()} {e:.2%}" for name, e in yardsticks.items()))
+    console.print("bits: per value that crosses slow links; bytes: over lossless ones of the same exchange")
+    console.print("PSNR, SSIM, LPIPS: to lossless runs, mean over seeds")
     if not record["inpaints"]:
         console.print("no inpainting: the latent format of this pipeline is unknown")
 

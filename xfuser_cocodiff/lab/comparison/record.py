@@ -3,7 +3,7 @@
 A launch holds runs (pipeline calls). The runs that are compared are its repeats; a repeat is a list over ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -98,6 +98,30 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
         "repeated": sum(step["repeated"] for step in steps),
         "reference_bytes": max(step["reference_bytes"] for step in steps),
     }
+
+
+def errors(repeats: Sequence[Repeat]) -> dict[str, Any]:
+    """Return errors and bits as :class:`RunErrors` names them, each a mean over ranks and repeats."""
+    runs = [run for repeat in repeats for run in repeat]
+    return {
+        **{key: _mean(run.get(key) for run in runs) for key in ("mean_error", "bits")},
+        **{key: _mean_of_each(run.get(key, {}) for run in runs) for key in ("error", "yardsticks")},
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that there are; None if there are none."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
+
+
+def _mean_of_each(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each figure, by its name."""
+    by_name: dict[str, list[float]] = {}
+    for each in figures:
+        for name, value in each.items():
+            by_name.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in by_name.items()}
 
 
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:

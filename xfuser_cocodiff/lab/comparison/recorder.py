@@ -3,15 +3,16 @@
 Each rank writes rank{r}.json after every run:
 
     {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
-     "slow_axes": [axis, ...], "precisions": {kind of layer: bits that mode auto has accepted so far}, "exchange":
-     {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
+     "slow_axes": [axis, ...], "exchange": {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
      "layers": {class of attention modules: [whether its V can be sent first, or why not]},
      "decisions": all that another run of the same command could decide otherwise, see `xdit/session/decisions.py`}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
            "coded_reason": why it is 0 or null, else null,
-           "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
-                     "exact_bytes", "repeated", "was_keyframe", "reference_bytes"}, ...] by step}
+           "mean_error", "error": {"k", "v", ...}, "bits", "yardsticks": {"fp8", "fp4"}: see `RunErrors`,
+           "codecs": null in exact mode, else [{"error": mean over tensors, "bits": of residuals, "errors": {layer:
+                     largest error of a tensor}, "sent_bytes" on slow axes, "exact_bytes", "repeated", "was_keyframe",
+                     "reference_bytes"}, ...] by step}
     step = {"seconds", "is_timed": whether communication is timed, "a2a_seconds": {stage: seconds}; empty if it is not,
             "sent_bytes": {stage: bytes}, "in_flight_seconds": communication summed over layers, "hidden_seconds": the
             part of it that is hidden behind computation; both null on an accelerator, where the host cannot time the
@@ -39,6 +40,8 @@ from typing import Any, TypeAlias
 import torch
 from safetensors.torch import save_file
 
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
@@ -156,9 +159,9 @@ class Recorder:
         self._unresolved.clear()
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
-        run.update(_compression(active()))
         runtime = active().runtime
-        run["codecs"] = [dataclasses.asdict(report) for report in runtime.reports] if runtime else None
+        run |= {**_compression(active()), **_errors(runtime)}
+        run["codecs"] = [_without_lists(report) for report in runtime.reports] if runtime else None
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         if self.rank == 0:
             save_file({"latents": latents}, self.folder / "latents.safetensors")
@@ -221,6 +224,18 @@ def _compression(session: Session) -> dict[str, Any]:
     return {"coded_fraction": sent / exact if exact else 0.0, "coded_reason": None if exact else session.runs.reason}
 
 
+def _errors(runtime: CodecRuntime | None) -> dict[str, Any]:
+    """Return the mean errors and bits of a run's tensors."""
+    reports, yardsticks, size = (runtime.reports, runtime.yardsticks, runtime.value_bytes) if runtime else ([], {}, 0)
+    return RunErrors.of(reports, yardsticks, size)._asdict()
+
+
+def _without_lists(report: StepReport) -> dict[str, Any]:
+    """Return a step's report with the mean of its errors, in place of the error of every tensor."""
+    means = {**dataclasses.asdict(report), "error": report.error}
+    return {name: value for name, value in means.items() if name not in ("tensor_errors", "yardstick_errors")}
+
+
 def _memory() -> Any:
     """Return the module with memory statistics; on a CPU it is torch.cuda, which the plugin patches."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -235,7 +250,6 @@ def _session_settings() -> dict[str, Any]:
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
         "slow_axes": exchanges.slow_axes_of_run(active()),
-        "precisions": tuner.described if (tuner := active().precision_tuner) else {},
         "exchange": exchanges.of_run(active()),
         "layers": active().layers.signatures.report(),
         "decisions": decisions.of_run(active()),

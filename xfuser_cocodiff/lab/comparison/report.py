@@ -22,7 +22,7 @@ from xfuser_cocodiff.lab.reporting.formatting import (
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP_CHART, PICTURES = "step.svg", "pictures.png"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
-_FILTERS = (format_bytes, format_db, format_percent, format_seconds, sum_over_axes)
+_FILTERS = (format_bytes, format_db, format_percent, format_seconds, sum_over_axes, summary.error_text)
 """Functions that the template uses, by their own names."""
 
 

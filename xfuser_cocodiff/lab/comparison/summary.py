@@ -10,6 +10,7 @@ from xfuser_cocodiff.lab.reporting.formatting import (
     format_bytes,
     format_db,
     format_median_range,
+    format_percent,
     sum_over_axes,
 )
 from xfuser_cocodiff.lab.simulation.exchange import describe
@@ -72,6 +73,21 @@ def exchange_lines(record: Mapping[str, Any]) -> list[str]:
             sent = describe({stage: format_bytes(count) for stage, count in (run["bytes"] or {}).items()})
             lines.append(f"Exchange of {run['name']}: {describe(run['exchange'])}; sent: {sent or NOT_MEASURED}")
     return lines
+
+
+def error_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return the error and the bits of every lossy variant, and what FP8 and FP4 lose of the same tensors."""
+    return [f"{run['name']}: {error_text(run)}" for run in record["runs"] if run["mean_error"] is not None]
+
+
+def error_text(run: Mapping[str, Any]) -> str:
+    """Return the error of a lossy run by tensor, its bits, and what FP8 and FP4 lose of the same tensors."""
+    text = f"error {format_percent(run['mean_error'])} ({_errors(run['error'])}) at {run['bits']:.1f} bits per value"
+    return f"{text}; on the same tensors {_errors(run['yardsticks'])}" if run["yardsticks"] else text
+
+
+def _errors(by_name: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.upper()} {format_percent(error)}" for name, error in by_name.items())
 
 
 def _summarize(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:

@@ -9,19 +9,19 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology.devices import CPU
 
-HEAD_DIM, STEPS = 128, 50
+HEAD_DIM, BITS = 128, (None, 4, 2)
 
 
 def main() -> None:
-    """Send Q, K and V by Triton's kernels in the first steps of a run of `balanced`, until two are residuals."""
+    """Send Q, K and V by Triton's kernels in the first steps of a run of `balanced`: a keyframe and two residuals."""
     tokens, heads = map(int, sys.argv[1:])
     device = torch.accelerator.current_accelerator(check_available=True) or CPU
     kernels.use(kernels.resolve(kernels.TRITON, device.type))
-    schedule, layer = modes.preset("balanced", STEPS) or modes.CodecSchedule(), Loopback(("qkv",))
+    layer = Loopback(("qkv",))
     values = torch.randn(3, NUM_SLOTS, 1, heads, tokens, HEAD_DIM, device=device).bfloat16()
-    for step in range(2 + sum(map(schedule.is_keyframe_step, range(STEPS)))):
+    for step, bits in enumerate(BITS):
         sent = dict(zip("qkv", values + 0.05 * step * values.roll(1, -1), strict=True))
-        layer.send(sent, schedule.codecs(step, STEPS), seed=step)
+        layer.send(sent, modes.BALANCED.codecs(step, len(BITS), bits), step=step)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
-from xfuser_cocodiff.lab.simulation import exchange
+from xfuser_cocodiff.lab.simulation import assumed_change, exchange
 from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
@@ -35,7 +35,7 @@ a layer take 0.16 ms of a CPU (docs/codec_overhead.md), as long as 20 operators 
 _PADDING_OPERATORS = 3
 """Operators for the zero-padded heads of a tensor: recorded steps of FLUX.1 on 16 ranks have 11 more kernel launches in
 a layer, with four tensors, than those without padding would."""
-_CODEC_OPERATORS = {"paper": 16, "balanced": 16, "auto": 16, "fast": 29}
+_CODEC_OPERATORS = {"paper": 16, "balanced": 16, "fast": 16}
 """Operators of a layer's codecs: kernel launches and at most so many others (docs/codec_overhead.md)."""
 
 
@@ -75,7 +75,10 @@ class LayerCommunication:
         self.padded_heads = self._heads * split.ulysses
         """Heads of all ranks, including zero-padded heads."""
         self.group, self.ring = split.ulysses_topology(scenario.topology), split.ring_topology(scenario.topology)
-        self._schedule = None if self._is_stock else modes.preset(mode, scenario.steps, scenario.workload.is_guided)
+        self._schedule = None if self._is_stock else modes.PRESETS.get(mode)
+        self._bits = (
+            assumed_change.bits_of(self._schedule, scenario.steps, scenario.changes) if self._schedule else None
+        )
         self._slow_axes, self._ring_slow_axes = map(scenario.slow_axes_of, (self.group, self.ring))
         self._num_slots = planner.num_ranks_along(self.group, self._slow_axes)
         self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
@@ -163,8 +166,7 @@ class LayerCommunication:
     def _layer_sizes(self) -> LayerSizes:
         """Sizes of a rank's tensors where they are sent by heads."""
         num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
-        head_dim = self._scenario.workload.head_dim
-        return LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
+        return LayerSizes(sum(num_values.values()), num_values["v"], self._scenario.values_of_row, BYTES_PER_VALUE)
 
     @property
     def _references(self) -> list[ReferenceBytes]:
@@ -180,8 +182,8 @@ class LayerCommunication:
     @property
     def reference_bytes(self) -> ReferenceBytes:
         """Memory of the link references of the layer, in all calls of a step."""
-        full, int8 = (sum(call[is_int8] for call in self._references) for is_int8 in (False, True))
-        return ReferenceBytes(full, int8)
+        calls = self._references
+        return ReferenceBytes(sum(call.predicted for call in calls), sum(call.single for call in calls))
 
     def default_budget(self, memory: DeviceMemory) -> float:
         """Return the bytes that link references of a run may take by default."""
@@ -191,21 +193,23 @@ class LayerCommunication:
     def coded_layers(self, budget: float) -> int:
         """Return the number of layers whose link references fit a budget, counted once for each call of a step.
 
-        All fit in the type of the values, or as many as fit in 8 bits, in the order of the calls.
+        All fit with prediction, or as many as fit without it, in the order of the calls.
         """
         layers, num_coded = self._scenario.workload.layers, 0
-        if layers * self.reference_bytes.full <= budget:
+        if layers * self.reference_bytes.predicted <= budget:
             return layers * len(self._references)
         for call in self._references:
-            fitting = min(layers, int(budget // call.int8))
+            fitting = min(layers, int(budget // call.single))
             num_coded += fitting
-            budget -= fitting * call.int8
+            budget -= fitting * call.single
         return num_coded
 
     def payloads(self) -> list[Payloads]:
         """Return the encoded bytes of each step of a run."""
         if self.gather and self._schedule and self._is_coded:
-            return [Payloads(None, None, size, None) for size in self.gather.payloads(self._schedule, _DTYPE)]
+            return [
+                Payloads(None, None, size, None) for size in self.gather.payloads(self._schedule, _DTYPE, self._bits)
+            ]
         num_links = self._split.ulysses if self._single_stage else self._num_slots
         groups, shard = self._split.ulysses // num_links, self._scenario.shard
         columns = [
@@ -237,7 +241,7 @@ class LayerCommunication:
         counts = zip(heads, tokens, strict=True)
         shapes = [(1, groups * scenario.rows, number, count, head_dim) for number, count in counts]
         branches = scenario.workload.rows_per_image
-        sizes = self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps, branches)
+        sizes = self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps, branches, self._bits)
         return [num_links * size for size in sizes]
 
     def schedules(self, payloads: Payloads) -> list[Schedule]:

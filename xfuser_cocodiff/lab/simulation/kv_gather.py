@@ -44,18 +44,18 @@ class KvGather:
         heads = self._scenario.workload.heads
         return sum(self._scenario.message_bytes(name) * self.padded_heads // heads for name in names)
 
-    def payloads(self, schedule: CodecSchedule, dtype: torch.dtype) -> list[int]:
-        """Return the encoded bytes of a rank's K and V, for each step of a run."""
+    def payloads(self, schedule: CodecSchedule, dtype: torch.dtype, bits: Sequence[float] | None) -> list[int]:
+        """Return the encoded bytes of a rank's K and V, for each step of a run with these bits."""
         scenario, workload = self._scenario, self._scenario.workload
         tokens = self.num_fast * scenario.shard.keys
         shape = (1, scenario.rows, self.heads // workload.heads_per_kv_head, tokens, workload.head_dim)
-        return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps, workload.rows_per_image)
+        return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps, workload.rows_per_image, bits)
 
     @property
     def layer_sizes(self) -> LayerSizes:
         """Sizes of the layer's tensors on a rank."""
         num_values, num_v_values = (self.tensor_bytes(names) // BYTES_PER_VALUE for names in ("qkvo", "v"))
-        return LayerSizes(num_values, num_v_values, self._scenario.workload.head_dim, BYTES_PER_VALUE)
+        return LayerSizes(num_values, num_v_values, self._scenario.values_of_row, BYTES_PER_VALUE)
 
     def head_groups(self) -> list[int]:
         """Return the numbers of head groups that a coded layer tries, ascending."""

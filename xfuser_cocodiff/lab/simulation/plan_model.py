@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.compression import expected_quality
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
-from xfuser_cocodiff.engine.settings.options import AUTO, MODES, MULTI_NODE_MODE
+from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN, Accelerator
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
-from xfuser_cocodiff.lab.simulation import exchange
+from xfuser_cocodiff.lab.simulation import assumed_change, exchange
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -46,6 +45,7 @@ def make_scenario(
     batch: int = 1,
     text_tokens: int | None = None,
     teraflops: float | None = None,
+    recorded: Path | None = None,
 ) -> Scenario:
     """Check the options of the command and return the scenario that they describe.
 
@@ -60,6 +60,7 @@ def make_scenario(
         batch: number of images.
         text_tokens: text tokens of the prompt; None for the default of the model.
         teraflops: achieved TFLOP/s of a rank, in linear layers and attention; None for those of the cluster.
+        recorded: folder of a recorded run, whose change per step sets the bits; None for the published one.
 
     Raises:
         ValueError: an option is not valid, or options contradict each other.
@@ -104,7 +105,11 @@ def make_scenario(
     workload = dataclasses.replace(workload, text_tokens=text_tokens or workload.text_tokens)
     if teraflops and accelerator:
         accelerator = accelerator.with_flops(1e12 * teraflops)
-    return Scenario(workload, resolution, batch, steps, whole, link_profile, accelerator)
+    scenario = Scenario(workload, resolution, batch, steps, whole, link_profile, accelerator)
+    if recorded is None:
+        return scenario
+    assumption = f"the change per step of the run in {recorded}"
+    return dataclasses.replace(scenario, changes=assumed_change.of_record(recorded), assumption=assumption)
 
 
 def _parse_topology(text: str | None, degree: int) -> Topology | None:
@@ -185,7 +190,6 @@ def record(mode: str | None = None, memory: float | None = None, **options: Any)
     modes = [
         {**row(estimate_step(scenario, splits[0].split, name)), **_coded_layers(scenario, splits[0], name, device)}
         for name in MODES
-        if name != AUTO
     ]
     return {
         **host.header(),
@@ -206,7 +210,8 @@ def record(mode: str | None = None, memory: float | None = None, **options: Any)
         "stock": stock and {**row(stock), "share": stock.a2a_seconds / stock_seconds if stock_seconds else None},
         "splits": [row(estimate) for estimate in splits],
         "modes": modes,
-        "expected_psnr": _expected_psnr(scenario, modes),
+        "assumption": scenario.assumption,
+        "change_per_step": [round(each, 3) for each in assumed_change.stretch(scenario.changes, scenario.steps)],
         "flags": flags(splits[0], scenario.topology),
     }
 
@@ -225,17 +230,6 @@ def _coded_layers(scenario: Scenario, best: StepEstimate, mode: str, device: Dev
     layer = LayerCommunication(scenario, best.split, mode)
     budget = layer.default_budget(device)
     return {"memory_budget": budget, "coded_layers": layer.coded_layers(budget), "layers": scenario.layer_calls}
-
-
-def _expected_psnr(scenario: Scenario, modes: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return by mode the PSNR in dB that small trained models have in such a run; see :mod:`expected_quality`."""
-    found = {}
-    for row in modes:
-        gathers_kv = bool(exchange.gathered(row["exchange"]))
-        psnr = expected_quality.expected_psnr(row["mode"], scenario.steps, scenario.workload.is_guided, gathers_kv)
-        if psnr and row["reference_bytes"]:
-            found[row["mode"]] = psnr
-    return found
 
 
 def flags(best: StepEstimate, topology: Topology) -> str:
@@ -268,18 +262,15 @@ def show(record: dict[str, Any]) -> None:
     print("\nmodes with the fastest split:")
     memory = record["memory"]
     coded = ("default budget", "coded layers") if memory else ()
-    console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references", *coded)))
+    console.print(_table(record["modes"], ("mode", *sent, "references", "without prediction", *coded)))
     if memory:
         console.print(
             f"default budget of references: for a device of {memory['device_bytes'] / GIB:.3g} GiB, of which the "
             f"transformer's weights leave {memory['free_bytes'] / GIB:.3g} GiB; --memory sets another size"
         )
     console.print(*_exchange_lines(record), sep="\n")
-    for mode, expected in record["expected_psnr"].items():
-        console.print(f"PSNR of {mode} over {record['steps']} steps: {expected_quality.describe(expected)}")
-    if record["expected_psnr"]:
-        console.print("PSNR of this model: cocodiff quality --model NAME")
-    console.print(f"mode {AUTO}: at least the bytes of {MULTI_NODE_MODE}; its bits follow from measured step times")
+    own_run = "; --record takes that of a run of yours" if record["assumption"] == assumed_change.DESCRIPTION else ""
+    console.print(f"bits of lossy modes: assumed for {record['assumption']}{own_run}")
     last = record["modes"][-1]
     if not last["reference_bytes"] and not last["exchange_reason"]:
         console.print(
@@ -323,7 +314,7 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
             "Ulysses bytes": _format_axes(row["sent_bytes"]),
             "ring bytes": _format_axes(row["ring_bytes"]),
             "references": f"{row['reference_bytes'] / GIB:.2f} GiB",
-            "8-bit references": f"{row['compact_reference_bytes'] / GIB:.2f} GiB",
+            "without prediction": f"{row['compact_reference_bytes'] / GIB:.2f} GiB",
             "default budget": f"{row.get('memory_budget', 0) / GIB:.1f} GiB",
             "coded layers": f"{row.get('coded_layers')} of {row.get('layers')}",
         }

@@ -1,11 +1,13 @@
 """A model, its input size and the ranks that share its sequence: what a prediction is about."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from xfuser_cocodiff.engine.kernels.quantize import tokens_per_row
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE, CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
 from xfuser_cocodiff.lab.simulation.sharding import TokenShard, shard
 from xfuser_cocodiff.lab.simulation.workloads import Workload
@@ -31,11 +33,21 @@ class Scenario:
     """Returns the link profile of some axes for messages of so many bytes per rank."""
     accelerator: Accelerator | None
     """Device of a rank; None if unknown."""
+    changes: Sequence[float] = assumed_change.PUBLISHED
+    """Change per step that sets the bits; see :mod:`assumed_change`."""
+    assumption: str = assumed_change.DESCRIPTION
+    """What the changes are, in words."""
 
     @property
     def shard(self) -> TokenShard:
         """Tokens of one rank."""
         return shard(self.workload, self.resolution, self.topology.size)
+
+    @property
+    def values_of_row(self) -> int:
+        """Number of values of K and V that share a scale."""
+        dim = self.workload.head_dim
+        return dim * tokens_per_row(dim, self.shard.num_tokens("v"))
 
     @property
     def layer_calls(self) -> int:

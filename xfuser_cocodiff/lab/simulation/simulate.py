@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.options import AUTO
 from xfuser_cocodiff.engine.settings.options import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation import exchange
@@ -14,7 +13,7 @@ from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
 
-MODES = (STOCK, *(mode for mode in PLUGIN_MODES if mode != AUTO))  # the bits of AUTO follow from step times
+MODES = (STOCK, *PLUGIN_MODES)
 STEPS = 50
 """Denoising steps of a run. Bytes that a mode sends can differ from step to step."""
 ALL = "all"

@@ -43,7 +43,7 @@ class StepEstimate:
     reference_bytes: int
     """Memory of all link references."""
     compact_reference_bytes: int
-    """Memory of all link references in 8 bits."""
+    """Memory of all link references without prediction."""
     a2a_seconds: float
     """Seconds of all all-to-alls and gathers of K and V beside them, hidden ones included."""
     ring_seconds: float
@@ -132,8 +132,8 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
         exchange_reason=costs.exchange_reason(gathered),
         sent_bytes=dict(sent_bytes),
         ring_bytes=dict(ring_bytes),
-        reference_bytes=costs.reference_bytes.full * scenario.workload.layers,
-        compact_reference_bytes=costs.reference_bytes.int8 * scenario.workload.layers,
+        reference_bytes=costs.reference_bytes.predicted * scenario.workload.layers,
+        compact_reference_bytes=costs.reference_bytes.single * scenario.workload.layers,
         a2a_seconds=a2a_seconds,
         ring_seconds=ring_seconds,
         compute_seconds=compute_seconds if is_known else None,

@@ -30,7 +30,7 @@ TIME_FILE = "fault_time"
 _CHANGED_VARIABLES = {
     "COCODIFF_MODE": "paper",
     "COCODIFF_TOPOLOGY": "flat",
-    "COCODIFF_SCHEDULE": "bits=2,bits_o=2",
+    "COCODIFF_SCHEDULE": "warmup=3",
     "COCODIFF_V_FIRST": "on",
     "OMP_NUM_THREADS": "3",
 }

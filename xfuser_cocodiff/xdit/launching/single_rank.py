@@ -90,6 +90,12 @@ class SingleRankPipeline:
         return runtime.reports if runtime else []
 
     @property
+    def yardsticks(self) -> dict[str, float]:
+        """Errors of FP8 and FP4 on the tensors that were coded, by name; empty where nothing was."""
+        runtime = active().runtime
+        return runtime.yardsticks if runtime else {}
+
+    @property
     def exchanges(self) -> tuple[str, ...]:
         """Exchanges of the last run's layers along slow axes, of HEADS, KV and RING; none if no layer was coded."""
         virtual, reports = active().virtual, self.reports

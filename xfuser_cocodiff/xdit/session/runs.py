@@ -201,8 +201,6 @@ class Runs:
             count = batched_branches.count_branches(latents)
             if not self._all_agree(count) or (found and count != found.count):
                 count = 1
-            if found and count > 1:
-                runtime.note_branches()
             known[len(latents)] = found = BatchedBranches(count, run.steps, is_doubtful=not found and count > 1)
         return found.count
 

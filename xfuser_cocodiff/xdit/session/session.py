@@ -24,7 +24,6 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.precisions import LayerKind, PrecisionChoice
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -41,7 +40,6 @@ from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
-from xfuser_cocodiff.xdit.session.precision_tuner import PrecisionTuner
 from xfuser_cocodiff.xdit.session.runs import Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
 
@@ -91,8 +89,6 @@ class Session:
     """Call of a layer that a graph has begun and not ended."""
     schedule_tuner: ScheduleTuner | None = field(init=False, default=None)
     """Autotuner of overlap schedules; None without a mesh."""
-    precision_tuner: PrecisionTuner | None = field(init=False, default=None)
-    """Chooses precisions in mode `auto`; None in other modes and without a mesh."""
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
@@ -110,11 +106,6 @@ class Session:
             self.schedule_tuner = ScheduleTuner(
                 self._candidates, self._mean, self.all_agree, compute_device(), self.save_tuning
             )
-            if self.config and self.config.mode == AUTO:
-                self.precision_tuner = PrecisionTuner(
-                    *(self._slow_axes_seconds, self._mean, self.all_agree, compute_device()),
-                    *(self._cached_precision, self._keep_precisions),
-                )
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -214,34 +205,10 @@ class Session:
             mode = f"{config.mode} {config.schedule or ''} {' '.join(axes)}"
         return f"{mode} {config.plan or AUTO}"
 
-    def _precision_key(self, kind: LayerKind) -> str:
-        sizes = "x".join(map(str, kind.sizes))
-        model = f"{self.model}{' compiled' * self.is_compiled}"  # by which step times differ
-        return f"{self._tuned_options} {model} {kind.name} {sizes}{' gathered' * kind.gathers_kv} {kind.schedule}"
-
-    def _cached_precision(self, kind: LayerKind) -> PrecisionChoice | None:
-        return self.comm_setup.cache.precisions.get(self._precision_key(kind)) if self.comm_setup.cache else None
-
-    def _keep_precisions(self, message: str | None) -> None:
-        if message:
-            info_once(message)
-        self.save_tuning()
-
-    def _slow_axes_seconds(self, kind: LayerKind, sent_bytes: float) -> float | None:
-        """Return the predicted seconds of encoded bytes on slow axes; None where their links are not known, or the
-        Ulysses group and the ring both have such axes."""
-        setups = [setup for setup in (self.comm_setup, self.ring_setup) if setup and setup.partition]
-        if len(setups) != 1 or setups[0].profile is None:
-            return None
-        [setup] = setups
-        is_gather = kind.gathers_kv or setup is self.ring_setup
-        return planner.slow_axes_seconds(setup.profile, sent_bytes, setup.partition.slow_axis_names, is_gather)
-
     @property
     def is_tuned(self) -> bool:
-        """Whether overlap schedules and precisions are chosen, so that later steps run as this one."""
-        tuners = self.schedule_tuner, self.precision_tuner
-        return all(tuner is None or tuner.settled for tuner in tuners)
+        """Whether overlap schedules are chosen, so that later steps run as this one."""
+        return self.schedule_tuner is None or self.schedule_tuner.settled
 
     def save_tuning(self) -> None:
         """Save all tuning results for the next process; one rank of each group does."""
@@ -251,9 +218,6 @@ class Session:
             shared = self.layers.signatures.candidates
             chosen = {self._cache_key(key): each.chosen for key, each in shared.items() if each.chosen}
             self.comm_setup.cache.schedules |= chosen
-        if self.precision_tuner:
-            choices = self.precision_tuner.choices
-            self.comm_setup.cache.precisions |= {self._precision_key(kind): choices[kind] for kind in choices}
         try:
             for setup in (self.comm_setup, self.ring_setup):
                 if setup and setup.cache:
@@ -278,18 +242,14 @@ class Session:
 
     def _begin_run(self, total: int | None) -> None:
         self.layers.begin_run()
-        for tuner in (self.schedule_tuner, self.precision_tuner):
-            if tuner:
-                tuner.begin_run()
+        if self.schedule_tuner:
+            self.schedule_tuner.begin_run()
 
     def _end_step(self) -> None:
         if self.reference_check and self.reference_check.is_due:
             check, self.reference_check = self.reference_check, None
             check.check()
-        load = self.runtime.take_load() if self.runtime else None
         if self.schedule_tuner and self._counts_calls() and not is_captured():
-            if self.precision_tuner:
-                self.precision_tuner.end_tuned_step(load, is_usual=not self.schedule_tuner.is_undecided)
             self.schedule_tuner.end_step()
 
     # Agreement of ranks.

@@ -21,7 +21,7 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, MULTI_NODE_MODE, PAPER
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -30,7 +30,6 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, usp_versions
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
-from xfuser_cocodiff.xdit.session.precision_tuner import MAX_COST
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 from xfuser_cocodiff.xdit.session.start_line import start_line
 
@@ -41,10 +40,6 @@ _NO_SLOW_AXIS = (
 _NO_AXIS_IS_SLOW = (
     "no axis of the topology {} is slow for this device, so mode {!r} compresses nothing and the run is lossless; "
     "--cocodiff_slow_axes names axes to compress"
-)
-
-_BITS_ARE_CHOSEN = (
-    f"early steps are timed to choose the most bits that add at most {MAX_COST:.0%} to a step of {MULTI_NODE_MODE!r}"
 )
 
 
@@ -168,7 +163,7 @@ def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
     _warn_lossy(config, f"{axes} ({name} {config.virtual}){how}")
     if not config.virtual_ring and (ignored := exchanges.ignored_gather(config, axes, gathers)):
         warn_once(ignored)
-    return _new_runtime(config, None, list, virtual)
+    return _new_runtime(config, None, lambda values, operation: values, virtual)
 
 
 def _route_attention_through_usp(pipeline: Any) -> None:
@@ -223,10 +218,7 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, va
         config = replace(config, mode=EXACT)
     # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
     may_gather = parallel.ring_degree == 1 and parallel.pp_degree == 1
-    is_guided = parallel.cfg_degree > 1
-    session = create_session(
-        group, config, ring_group=ring_group, may_gather=may_gather, is_guided=is_guided, values=values
-    )
+    session = create_session(group, config, ring_group=ring_group, may_gather=may_gather, values=values)
     session.uses_stock_usp = uses_stock_usp
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
@@ -247,7 +239,6 @@ def create_session(
     cache: TuningCache | None = None,
     ring_group: dist.ProcessGroup | None = None,
     may_gather: bool = True,
-    is_guided: bool = False,
     values: ValueFormat | None = None,
 ) -> Session:
     """Return a session for the ranks of a Ulysses group, and of a ring. All of them must call this.
@@ -258,7 +249,6 @@ def create_session(
         cache: tuning results; when not given, they are loaded from the folder that the options name.
         ring_group: the ring, if there is one.
         may_gather: whether layers may gather K and V along some axes; without effect beside a ring.
-        is_guided: whether the branches of guidance are on different ranks.
         values: format of the model's values, for which kernels are checked if an axis is slow; None for no check.
     """
     from xfuser.core.distributed import get_sp_group
@@ -290,7 +280,7 @@ def create_session(
         overlap=config.overlap,
     )
     session.save_tuning()
-    session.runtime = _runtime_of(session, is_guided, warning)
+    session.runtime = _runtime_of(session, warning)
     if values:
         _check_groups(session, group, ring_group)
     return session
@@ -402,12 +392,11 @@ def _load_cache(
     return tuning_cache.load_shared(get_sp_group().cpu_group, common, host_description.describe_rank(), config.cache)
 
 
-def _runtime_of(session: Session, is_guided: bool, kernel_warning: str | None) -> CodecRuntime | None:
+def _runtime_of(session: Session, kernel_warning: str | None) -> CodecRuntime | None:
     """Return the codecs' runtime of a session, and log its mode; None where all communication is lossless.
 
     Args:
         session: the session.
-        is_guided: whether the branches of guidance are on different ranks.
         kernel_warning: warning that kernels are slower than usual, which also explains that no axis is slow.
     """
     config, ring = session.config, session.ring
@@ -432,12 +421,7 @@ def _runtime_of(session: Session, is_guided: bool, kernel_warning: str | None) -
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
     how = f": {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
     _warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
-    runtime = _new_runtime(
-        config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition, is_guided
-    )
-    if session.precision_tuner:
-        runtime.precision_of = session.precision_tuner.precision_of
-    return runtime
+    return _new_runtime(config, partition, session.all_reduce, None, ring_partition)
 
 
 def _slow_axes(partition: AxisPartition, topology: Topology) -> str:
@@ -447,11 +431,8 @@ def _slow_axes(partition: AxisPartition, topology: Topology) -> str:
 
 
 def _warn_lossy(config: CocoDiffConfig, links: str) -> None:
-    bits = ""
-    if config.mode == AUTO:
-        bits = f", with the bits of {MULTI_NODE_MODE!r}" if config.virtual else f"; {_BITS_ARE_CHOSEN}"
     warn_once(
-        f"lossy: mode {config.mode!r} compresses communication on {links}{bits}; --cocodiff_mode {EXACT} is "
+        f"lossy: mode {config.mode!r} compresses communication on {links}; --cocodiff_mode {EXACT} is "
         "bit-identical to stock"
     )
 
@@ -459,21 +440,20 @@ def _warn_lossy(config: CocoDiffConfig, links: str) -> None:
 def _new_runtime(
     config: CocoDiffConfig,
     partition: AxisPartition | None,
-    agreed: Callable[[list[float]], list[float]],
+    all_reduce: Callable[[list[float], str], list[float]],
     virtual: VirtualRanks | None,
     ring_partition: AxisPartition | None = None,
-    is_guided: bool = False,
 ) -> CodecRuntime:
     return CodecRuntime(
         partition,
         config.mode,
         config.schedule,
-        agreed,
+        lambda values: all_reduce(values, "sum"),
         virtual,
         memory_budget=config.memory_budget,
         info=info_once,
         warn=warn_always,
         ring_partition=ring_partition,
-        is_guided=is_guided,
         device_memory=device_memory.reader(compute_device().type),
+        min_over_ranks=lambda values: all_reduce(values, "min"),
     )
