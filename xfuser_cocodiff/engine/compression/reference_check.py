@@ -51,7 +51,7 @@ class ReferenceCheck:
             ranks[number]
             for slow_index in partition.remote_indices
             for fast_index, number in enumerate(partition.ranks_by_slow_index[slow_index])
-            if codecs.single_stage or fast_index == partition.fast_index
+            if (codecs.single_stage and not codecs.gathers_kv) or fast_index == partition.fast_index
         ]
         self._layers[id(codecs.link_states)] = _CodedLayer(layer, partition, peers, codecs.link_states)
 
