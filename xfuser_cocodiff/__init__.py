@@ -57,8 +57,8 @@ def run(steps: int | None = None) -> "Sampling":
     inner one is open, and so is a transformer that both call.
 
     Args:
-        steps: number of denoising steps. None if it is unknown: then the mode uses its schedule for many steps, and
-            changes over a run happen within the first 50.
+        steps: number of denoising steps. None if it is unknown: then mode `paper` assumes 50, and link references
+            get half of the free memory.
 
     Raises:
         ValueError: `steps` is not an integer of at least 1.

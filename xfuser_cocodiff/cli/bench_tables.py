@@ -15,13 +15,13 @@ def add_parser(subjects: Any) -> None:
         description="Prints the paper's table on Aurora, and speedups by machine and mode, as Markdown. Nothing is "
         "measured. Predicted speedups are in italics; cells with --launch_us are left out.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of `bench all --only cluster --out DIR`")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of files that `bench cluster --json` wrote")
     parser.add_argument(
         "--quality",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="PSNR: what `cocodiff quality --json` wrote (default: frontier.json of the folder, if there is one)",
+        help="PSNR: what `cocodiff quality --json` wrote (default: none)",
     )
     parser.add_argument("--page", type=Path, metavar="FILE", help="write tables, and links to pictures, into this page")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speedup by PSNR, one picture per machine")
@@ -35,10 +35,8 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
     from xfuser_cocodiff.lab.cluster_bench.speedup_table import speedup_table
 
-    default = options.folder / "frontier.json"
-    files = options.quality or ([default] if default.exists() else [])
     try:
-        cells = record_files.read_folder(options.folder, QualityRecord.read_all(files))
+        cells = record_files.read_folder(options.folder, QualityRecord.read_all(options.quality or []))
         cells = record_files.with_own_launch_time(cells)  # a mean with CUDA graphs would be of no machine
         parts = {"paper-table": paper_table(cells), "speedup-table": speedup_table(cells)}
         if options.plot:

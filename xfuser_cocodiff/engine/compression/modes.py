@@ -25,8 +25,6 @@ MOST_ERROR = 1.0
 """Largest target of the error, at which as much is lost as is sent."""
 Ramp = tuple[float, float]
 """Values at the first and the last step."""
-LOSSLESS_RAMP = (None, None)
-"""Bits of a tensor that is lossless though others of its message are not."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class CodecSchedule:
     predictor: float = 0.0
     """1 to extrapolate references, see :attr:`Codec.predicts`; 0 to predict the references themselves."""
     joint: float = 0.0
-    """Weight of the leading branch of guidance in the difference that is coded for the others; 0 to code each branch by
-    itself, see :mod:`codecs`."""
+    """1 to code other branches of guidance as differences to the leading one; 0 to code each by itself, see
+    :mod:`codecs`."""
     exact: tuple[str, ...] = ()
     """Layers that are lossless at all steps, by name or by prefix up to a dot."""
     cached: Ramp | None = None
@@ -239,8 +237,6 @@ def _or_exact(reader: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _to_notation(value: Any) -> str:
     """Return a field's value in the notation."""
-    if value == LOSSLESS_RAMP:
-        return "exact"
     if isinstance(value, tuple) and value and isinstance(value[0], str):
         return "+".join(value)
     if isinstance(value, tuple):

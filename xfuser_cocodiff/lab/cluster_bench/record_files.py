@@ -18,7 +18,7 @@ def read_folder(folder: Path, quality: QualityRecord) -> list[dict[str, Any]]:
     """Return the cells of all files `cluster-*.json` of a folder, with their PSNR; the newest record of a cell counts.
 
     Args:
-        folder: as `cocodiff bench all --out` writes it.
+        folder: with files that `cocodiff bench cluster --json` wrote.
         quality: PSNR of variants.
 
     Raises:
@@ -26,7 +26,7 @@ def read_folder(folder: Path, quality: QualityRecord) -> list[dict[str, Any]]:
     """
     files = sorted(folder.glob("cluster-*.json"))
     if not files:
-        raise ValueError(f"{folder} has no cluster-*.json; it must be a folder of `cocodiff bench all --only cluster`")
+        raise ValueError(f"{folder} has no cluster-*.json, which `cocodiff bench cluster --json` writes")
     files.sort(key=_created)
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for cell in (cell for file in files for cell in benchmark.read_cells(file)):
