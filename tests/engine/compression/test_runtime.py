@@ -13,6 +13,8 @@ from xfuser_cocodiff.engine.compression import runtime as runtime_module
 from xfuser_cocodiff.engine.compression.codecs import QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, codec_for
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference
+from xfuser_cocodiff.engine.compression.modes import PRESETS
+from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
@@ -462,3 +464,20 @@ def test_all_exchanges_of_a_layer_have_the_same_stages() -> None:
         layers = [one.layer_codecs(str(size), size, 0, SIZES._replace(num_values=size)) for size in (64, 66)]
         assert [layer.single_stage for layer in layers] == [False, True]
         one.end_step()
+
+
+def test_layers_without_references_do_not_choose_bits() -> None:
+    """They send keyframes, whose errors are small: those of a resumed run, of another transformer, of a late branch."""
+    one = runtime("fast")
+    found = {}
+    for errors in ((0.006, 0.006), (0.006, 0.1)):
+        one.begin_run(8, step=2)
+        for step, error in enumerate(errors):
+            layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+            found[errors, step] = layer_codecs.codecs["v"].bits
+            add_errors(layer_codecs.stats, quant_error(error**2, 1.0))
+            one.end_step()
+        found[errors, "next"] = one.layer_codecs("a", 1, 0, SIZES).codecs["v"].bits
+    (small, large) = ((0.006, 0.006), (0.006, 0.1))
+    assert found[small, 1] == found[large, 1] == RateControl(PRESETS["fast"].error).bits(1)
+    assert found[small, "next"] < found[large, "next"]

@@ -196,7 +196,11 @@ class CodecRuntime:
             sum(state.is_exact for state in self._states.values()),
             tuple(dict.fromkeys(each.layer for each in self._states.values() if each.gathers_kv and not each.is_exact)),
         )
-        names = [(each.layer, letter, each.has_references) for each in states for letter, _ in each.stats.quant_errors]
+        names = [
+            (each.layer, letter, each.has_references and (was_keyframe or each.first_step < self.step))
+            for each in states
+            for letter, _ in each.stats.quant_errors
+        ]
         readout = ErrorReadout([error for state in states for _, error in state.stats.quant_errors])
         for state in states:
             state.stats = CodecStats()
@@ -325,6 +329,7 @@ class CodecRuntime:
         if state.batched_branches != batched_branches:  # references of one branch would fit the values of another
             state.link_states.clear()
             state.ring_link_states.clear()
+            state.first_step = self.step
             state.batched_branches = batched_branches
         if not state.is_exact:
             return state
@@ -411,12 +416,15 @@ class CodecRuntime:
             self._transformers.add(transformer)
         if not self._states:
             self._budget = self._agree_on_budget(transformer, sizes)
+            self._predicts = bool(self.schedule.predictor)
         planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), kept)
         saved, added = coding_seconds = leader.coding_seconds if leader else self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
         has_references = not is_exact
         if has_references and not self._fits_budget(planned_bytes):
             self._predicts = False
+            for link_state in self._link_states:  # they took the memory of previous references
+                link_state.drop_kept()
             has_references = self._fits_budget(planned_bytes)
         # V-Major has no keyframes in few bits.
         is_exact = is_exact or (not has_references and self.schedule.keyframe_codec.is_exact)

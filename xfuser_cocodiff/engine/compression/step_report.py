@@ -94,8 +94,8 @@ class StartedReport:
     report: StepReport
     """The report, without errors until they are read."""
     names: list[tuple[str, str, bool]]
-    """Layer of each error, letter of the tensor, and whether the layer has references. Layer states would keep the
-    references of a run that has ended."""
+    """Layer of each error, letter of the tensor, and whether rate control counts it: not that of a layer without
+    references, or whose first step it is. Layer states would keep the references of a run that has ended."""
     counts_repeats: bool
     """Whether tensors that are not finite were repeated already."""
     readout: ErrorReadout | None
@@ -107,9 +107,7 @@ class StartedReport:
         if readout is None:
             return self.report
         not_finite = 0
-        for (layer, letter, has_references), (error_energy, value_energy) in zip(
-            self.names, readout.read(), strict=True
-        ):
+        for (layer, letter, is_counted), (error_energy, value_energy) in zip(self.names, readout.read(), strict=True):
             if not math.isfinite(error_energy):
                 not_finite += 1
                 continue
@@ -119,7 +117,7 @@ class StartedReport:
                 continue
             self.report.tensor_errors.setdefault(letter, []).append(error)
             self.report.errors[layer] = max(error, self.report.errors.get(layer, 0.0))
-            if has_references:
+            if is_counted:
                 self.report.error_sums = self.report.error_sums[0] + error, self.report.error_sums[1] + 1
         if not self.counts_repeats:
             self.report.not_finite = not_finite

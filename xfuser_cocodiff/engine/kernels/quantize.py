@@ -202,7 +202,8 @@ def int8_widths(device: torch.device) -> torch.Tensor:
 @functools.cache
 def int8_inverses(device: torch.device) -> torch.Tensor:
     """Return the inverse of :func:`int8_widths`, float32 (256); 0 for rows of zeros and those that are not finite."""
-    return torch.tensor([*(1 / width if width else 0.0 for width in _INT8_WIDTHS), 0.0], device=device)
+    inverses = [*(1 / width if width else 0.0 for width in _INT8_WIDTHS), 0.0]
+    return torch.tensor(inverses, dtype=torch.float32, device=device)
 
 
 def _encode_scale(scale: torch.Tensor, rounding: float) -> torch.Tensor:
@@ -232,7 +233,8 @@ def _pack(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
 @functools.cache  # created once, since copying it to a device blocks the host
 def _weights(grid: Grid, device: torch.device) -> torch.Tensor:
     """Return the weight of each digit in a unit, float32 (per_unit)."""
-    return torch.tensor([float(grid.levels**digit) for digit in range(grid.per_unit)], device=device)
+    weights = [float(grid.levels**digit) for digit in range(grid.per_unit)]
+    return torch.tensor(weights, dtype=torch.float32, device=device)
 
 
 @functools.cache

@@ -43,7 +43,9 @@ def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
     assert len(parts) <= _MAX_TENSORS
     tensors, shapes = tuple(map(_sender_arguments, parts)), _shapes(parts)
     device, programs = parts[0].values.device, _num_programs(tensors)
-    sums, energies = torch.empty(programs, 4, device=device), torch.empty(len(parts), 2, device=device)
+    sums, energies = (
+        torch.empty(shape, dtype=torch.float32, device=device) for shape in ((programs, 4), (len(parts), 2))
+    )
     counters = _counters(device, _current_stream(device))
     try:
         encode_kernel[(programs,)](tensors, shapes, _tables(device), sums, energies, counters, **_launch_options())
