@@ -9,8 +9,9 @@ from xfuser_cocodiff.xdit.session.session import active
 
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)")
 """Step from a module to a submodule, in the notations of PyTorch's versions."""
-_NO_SUBMODULES = ("_modules", "__dict__", "_orig_mod", "_module")
-"""Attributes in a path that are not submodules: PyTorch's own, and that of `ForwardWrapper` for its module."""
+_NO_SUBMODULES = ("_modules", "__dict__", "_orig_mod", "_module", "forward")
+"""Attributes in a path that are not submodules: PyTorch's own, and that of `ForwardWrapper` for its module.
+PyTorch 2.11 has the method of wrapped modules in it too."""
 
 
 def traced_path() -> str:
