@@ -35,3 +35,21 @@ def test_fp8_keeps_three_bits_of_mantissa() -> None:
     assert len(other.unique()) < 256
     for tensor, other in zip(tensors[:2], received[:2], strict=True):
         assert 1e-3 < (other - tensor).norm() / tensor.norm() < 2**-4
+
+
+RULES = (baselines.Fp8, baselines.RowFp8, baselines.Fp4, baselines.Int8)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_errors_are_those_of_the_tensors_that_are_not_exact(rule: type[baselines.VirtualRanks]) -> None:
+    stats = CodecStats()
+    sent = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    codecs = LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, stats)
+    received = dict(zip("qkv", rule(Topology.parse("2x2"), ("node",)).transmit("qkv", sent, [64], codecs), strict=True))
+    exact = [name for name, values in zip("qkv", sent, strict=True) if torch.equal(received[name], values)]
+    assert exact == (["k"] if rule is baselines.RowFp8 else [])
+    assert [name for name, _ in stats.quant_errors] == [name for name in "qkv" if name not in exact]
+    for name, found in stats.quant_errors:
+        values = sent["qkv".index(name)]
+        expected = (received[name] - values).square().sum() / values.square().sum()
+        torch.testing.assert_close(found.error_energy / found.value_energy, expected)

@@ -5,8 +5,10 @@ from typing import ClassVar
 
 import torch
 
+from xfuser_cocodiff.engine.compression.codecs import QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.lab.comparison import row_codes
 from xfuser_cocodiff.lab.comparison.row_codes import RowCode
 
@@ -27,13 +29,13 @@ class Fp8(VirtualRanks):
         self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
     ) -> list:
         """See :class:`VirtualRanks`."""
-        for tensor in tensors:
+        received = []
+        for name, tensor in zip(names, tensors, strict=True):
             layer_codecs.stats.exact_bytes += tensor.nbytes
             layer_codecs.stats.sent_bytes += tensor.numel()
-        return [
-            rotate(_round_to_fp8(rotate(tensor))) if name in "qk" else _round_to_fp8(tensor)
-            for name, tensor in zip(names, tensors, strict=True)
-        ]
+            received.append(rotate(_round_to_fp8(rotate(tensor))) if name in "qk" else _round_to_fp8(tensor))
+            _note_error(layer_codecs, name, tensor, received[-1])
+        return received
 
 
 class CodedRows(VirtualRanks):
@@ -53,6 +55,7 @@ class CodedRows(VirtualRanks):
                 rows, dim = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
                 layer_codecs.stats.sent_bytes += rows * code.row_bytes(dim)
                 received.append(code.round_trip(tensor, self.statistic(name, tensor)))
+                _note_error(layer_codecs, name, tensor, received[-1])
             else:
                 layer_codecs.stats.sent_bytes += tensor.nbytes
                 received.append(tensor)
@@ -116,6 +119,12 @@ def hadamard(values: torch.Tensor) -> torch.Tensor:
     while len(matrix) < size:
         matrix = torch.kron(pair, matrix)
     return (matrix * size**-0.5).to(values)
+
+
+def _note_error(layer_codecs: LayerCodecs, name: str, sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Add the error of a tensor to the step's statistics."""
+    error = QuantError(energy(received.float() - sent.float()), energy(sent))
+    layer_codecs.stats.quant_errors.append((name, error))
 
 
 def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
