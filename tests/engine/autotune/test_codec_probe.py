@@ -28,7 +28,6 @@ def test_figures_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         timed_calls.append(calls)
         encoded = [part for each in parts for part in each]
         if len(encoded) == 1:
-            assert encoded[0].prediction.channel_scales is not None, "what accelerators run"
             return 1.0
         assert [part.bits for part in encoded] == [2, 2, 2, 2]
         return 8.0

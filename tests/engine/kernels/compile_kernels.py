@@ -77,9 +77,7 @@ class Compiler:
     def run(self, dtype: torch.dtype, kind: str, number: int, based: bool) -> Iterator[dict]:
         """Yield what is known of the kernels of a message."""
         case, bits = Case(dtype, range(1), dim=HEAD_DIM, tokens=TOKENS), 2
-        links, _, heads, _, dim = case.shape
-        prediction = case.prediction(kind)._replace(channel_scales=torch.ones(links, heads, dim))  # as in all runs
-        part = case.part(prediction, bits, kind == EXTRAPOLATED, **({"base": case.base} if based else {}))
+        part = case.part(case.prediction(kind), bits, kind == EXTRAPOLATED, **({"base": case.base} if based else {}))
         size = part.payload.shape[1]
         parts = [
             part._replace(payload=torch.empty(3, -(-size // 64) * 64, dtype=torch.uint8)[:, :size])

@@ -29,7 +29,6 @@ from xfuser_cocodiff.engine.kernels.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     Int8Rows,
-    Prediction,
     in_rows,
     sample_stride,
     write_remote_slots,
@@ -139,28 +138,6 @@ def test_backends_agree_for_any_head_dim_and_number_of_tokens(triton_kernels, di
     assert_equal_up_to_scales(case, found, plain)
     case.decoded(triton_kernels, found.part)
     assert same_reference(case.new_reference, found.result.reference)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "bits"), once(itertools.product([torch.float32, torch.bfloat16], [8, 24, 128], GRIDS)), ids=str
-)
-def test_channel_scales_divide_residuals(triton_kernels, dtype, dim, bits) -> None:
-    """Powers of two are exact: keyframes of values with scales are those of the divided values without."""
-    case, divided = (Case(dtype, MIDDLE, slots=4, dim=dim, tokens=8) for _ in range(2))
-    exponents = torch.randint(0, 5, (2, 3, dim), generator=torch.Generator().manual_seed(dim)).to(DEVICE)
-    scales = torch.exp2(exponents)
-    of_slots = torch.ones(4, 1, 3, 1, dim, dtype=dtype, device=DEVICE)
-    write_remote_slots(of_slots, scales[:, None, :, None].to(dtype), MIDDLE)
-    divided.values.div_(of_slots)
-    for kernel in (triton_kernels, torch_kernels):
-        part, result = case.encoded(kernel, case.part(Prediction(channel_scales=scales), bits))
-        plain = divided.encoded(kernel, divided.part(Prediction(), bits))
-        assert torch.equal(case.remote(part.payload), case.remote(plain.part.payload))
-        target, expected = case.decoded(kernel, part), divided.decoded(kernel, plain.part)
-        assert torch.equal(case.remote(target), case.remote(expected * of_slots))
-        error = (case.remote(case.values).float() - case.remote(target).float()).square().sum()
-        tolerance = 1e-3 if dtype == torch.float32 else 5e-2
-        torch.testing.assert_close(result.error_energy.squeeze(), error, rtol=tolerance, atol=1e-2)
 
 
 def test_gains_are_between_0_and_1(triton_kernels) -> None:

@@ -80,7 +80,6 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
     fp8, ring_8, ring_2 = record["baselines"]
     assert fp8["bytes_slow_fraction"] == 8 / 32 and 25 < fp8["psnr_db_mean"] < eight["psnr_db_mean"]
     assert ring_8["bytes_slow_fraction"] == pytest.approx(eight["bytes_slow_fraction"], rel=1e-2)
-    # Both gather K and V; rings compute channel scales over other tokens and heads.
     assert ring_8["psnr_db_mean"] == pytest.approx(eight["psnr_db_mean"], abs=2)
     assert ring_2["psnr_db_mean"] < ring_8["psnr_db_mean"] and ring_2["codec"].endswith(quality.COMPACTFUSION)
     for row in (eight, two, paper):
@@ -174,7 +173,6 @@ def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path,
         assert gathered > by_heads + 1, "Q and O are exact where K and V are gathered"
     if expected[-1] == ("ring",):
         gathered, ring = record["rows"][0], record["rows"][4]
-        # Scales of channels are those of other tokens and heads.
         assert gathered["bytes_slow_fraction"] == pytest.approx(ring["bytes_slow_fraction"], rel=0.03)
         assert gathered["psnr_db_mean"] == pytest.approx(ring["psnr_db_mean"], abs=1)
     quality.show(record)

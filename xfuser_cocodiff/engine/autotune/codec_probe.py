@@ -60,8 +60,6 @@ def _device_work(device: torch.device) -> tuple[Callable[[], None], int]:
     sent, received = LinkReference(), LinkReference()
     for reference in (sent, received):
         reference.advance(torch.zeros_like(values))
-        if is_asynchronous:  # where kernels always divide by scales
-            reference.channel_scales = torch.ones(1, 1, 2**7, device=device)
 
     def encode_and_decode() -> None:
         encode([CodedTensor(values, sent, _CODEC, None, payload)])

@@ -71,8 +71,7 @@ class Codec:
         if self.bits is None:
             return groups * heads * self.num_active(tokens) * dim * dtype.itemsize
         rows, size = rows_of(shape)
-        channels, gain = heads * dim if self.is_keyframe else 0, GAIN_BYTES if self.sends_gain else 0
-        return level_bytes(self.bits, rows, size) + rows + gain + channels
+        return level_bytes(self.bits, rows, size) + rows + (GAIN_BYTES if self.sends_gain else 0)
 
     @property
     def sends_gain(self) -> bool:

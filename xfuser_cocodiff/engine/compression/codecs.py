@@ -17,10 +17,9 @@ from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens
 from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
-from xfuser_cocodiff.engine.kernels import quantize, rows
+from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.rows import EncodeResult, Int8Rows, MessagePart, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy
-from xfuser_cocodiff.engine.topology import devices
 
 
 class QuantError(NamedTuple):
@@ -57,57 +56,13 @@ class CodedTensor(NamedTuple):
         """Whether kernels code the values."""
         return self.codec.bits is not None
 
-    def sender_part(self) -> MessagePart:
-        """Return the arguments of the encoder, and write the scales of channels to the payload of a keyframe."""
-        scales = None
-        if self.codec.is_keyframe:
-            scales = rows.remote_slots(quantize.channel_scales(self.values), self.local_slots)
-            exponents = quantize.exponents_of(scales).flatten(1)
-            rows.write_remote_slots(self._channel_section, exponents, self.local_slots)
-        return self._part(scales)
-
-    def receiver_part(self) -> MessagePart:
-        """Return the arguments of the decoder."""
-        scales = None
-        if self.codec.is_keyframe:
-            exponents = rows.remote_slots(self._channel_section, self.local_slots)
-            scales = quantize.powers_of(exponents.unflatten(1, (self.values.shape[2], -1)))
-        return self._part(scales)
-
-    def _part(self, channel_scales: torch.Tensor | None) -> MessagePart:
-        """Return the arguments of the kernels, after the reference has the channel scales that they divide by.
-
-        Args:
-            channel_scales: those of a keyframe; None otherwise.
-        """
-        codec, base, payload, reference = (
-            self.codec,
-            self.lead.base if self.lead else None,
-            self.payload,
-            self.reference,
-        )
-        if channel_scales is not None:
-            payload = payload[:, : -self._num_channels]
-        elif reference.needs_channel_scales:
-            channel_scales = quantize.channel_scales(reference.values)  # both ends hold the same values
-        if channel_scales is not None:
-            reference.channel_scales, reference.needs_channel_scales = _without_ones(channel_scales), False
-        prediction = (
-            Prediction(channel_scales=reference.channel_scales)
-            if codec.is_keyframe
-            else reference.prediction(codec.predicts)
-        )
+    @property
+    def part(self) -> MessagePart:
+        """Arguments of the kernels at this end."""
+        codec, base = self.codec, self.lead.base if self.lead else None
+        prediction = Prediction() if codec.is_keyframe else self.reference.prediction(codec.predicts)
         assert codec.bits is not None
-        return MessagePart(self.values, prediction, codec.bits, payload, self.local_slots, codec.sends_gain, base)
-
-    @property
-    def _num_channels(self) -> int:
-        return self.values.shape[2] * self.values.shape[4]
-
-    @property
-    def _channel_section(self) -> torch.Tensor:
-        """Exponents of the scales of channels at the end of a keyframe's payload, uint8 (P, H * D)."""
-        return self.payload[:, -self._num_channels :]
+        return MessagePart(self.values, prediction, codec.bits, self.payload, self.local_slots, codec.sends_gain, base)
 
     @property
     def link_shape(self) -> tuple[int, ...]:
@@ -118,11 +73,6 @@ class CodedTensor(NamedTuple):
         """Advance the reference to what the receiver decodes of quantized values."""
         weight = self.lead.weight if self.lead else 0.0
         self.reference.advance_rows(reference, self.link_shape, self.values.dtype, self.codec.predicts, weight)
-
-    def advance_exact(self, values: torch.Tensor) -> None:
-        """Advance the reference to values (L, G, H, T, D) that were not quantized."""
-        self.reference.advance(values)
-        self.reference.channel_scales, self.reference.needs_channel_scales = None, True
 
     def rebase(self) -> None:
         """Convert the reference to the one that the next step of a following branch needs."""
@@ -139,7 +89,7 @@ def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
     Returns:
         The reconstruction error of each, or None if its codec is lossless.
     """
-    parts = [tensor.sender_part() for tensor in tensors if tensor.is_quantized]
+    parts = [tensor.part for tensor in tensors if tensor.is_quantized]
     results = iter(kernels.encode(parts) if parts else ())
     return [_advance_sent(tensor, next(results)) if tensor.is_quantized else _send_values(tensor) for tensor in tensors]
 
@@ -150,7 +100,7 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
     Args:
         tensors: all on one device; a following branch needs a call after that of its leading branch.
     """
-    parts = [tensor.receiver_part() for tensor in tensors if tensor.is_quantized]
+    parts = [tensor.part for tensor in tensors if tensor.is_quantized]
     decoded = iter(kernels.decode(parts) if parts else ())
     for tensor in tensors:
         if tensor.is_quantized:
@@ -166,17 +116,11 @@ def round_trip(tensor: CodedTensor) -> tuple[QuantError, torch.Tensor]:
     Returns:
         The reconstruction error, and the values that the receiver decodes, (L, G, H, T, D).
     """
-    part, target = tensor.sender_part(), torch.empty_like(tensor.values)
+    part, target = tensor.part, torch.empty_like(tensor.values)
     [result] = kernels.encode([part])
     base = tensor.lead.decoded() if tensor.lead and tensor.lead.weight else None
     kernels.decode([part._replace(values=target, base=base)])
     return _advance_sent(tensor, result), target
-
-
-def _without_ones(channel_scales: torch.Tensor) -> torch.Tensor | None:
-    """Return scales of channels; on CPUs None if all are 1. Accelerators skip this check, which would synchronize."""
-    is_known = not devices.capabilities(channel_scales.device.type).is_asynchronous
-    return None if is_known and bool((channel_scales == 1).all()) else channel_scales
 
 
 def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError:
@@ -204,12 +148,12 @@ def _send_values(tensor: CodedTensor) -> QuantError | None:
         sent = values if tensor.active is None else tensor.active.select(values)
         rows.write_remote_slots(tensor.payload.view(values.dtype), sent.flatten(1), tensor.local_slots)
     if tensor.codec.is_exact:
-        tensor.advance_exact(values)
+        tensor.reference.advance(values)
         reference.last_values = None  # the reference is of this step
         tensor.rebase()
         return None
     if tensor.active is not None:
-        tensor.advance_exact(tensor.active.replace(reference.values, sent))
+        tensor.reference.advance(tensor.active.replace(reference.values, sent))
     error = QuantError(energy(values - reference.values), energy(values))
     return error
 
@@ -226,7 +170,7 @@ def _receive_values(tensor: CodedTensor) -> None:
             shape[3] = tensor.active.count
             received = tensor.active.replace(reference.values, payload.view(shape))
         rows.write_remote_slots(target, received, tensor.local_slots)
-        tensor.advance_exact(received)
+        tensor.reference.advance(received)
         tensor.rebase()
     else:
         rows.write_remote_slots(target, decoded_values(reference, tensor.lead), tensor.local_slots)

@@ -30,10 +30,6 @@ class LinkReference:
         self.shape: torch.Size = torch.Size()
         """Shape of the reference, (L, G, H, T, D)."""
         self._dtype: torch.dtype | None = None
-        self.channel_scales: torch.Tensor | None = None
-        """Scales of the channels, float32 (L, H, D); None for ones."""
-        self.needs_channel_scales = False
-        """Whether a lossless message has left values whose scales are computed when residuals to them are coded."""
         self.gains: torch.Tensor | None = None
         """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
         self.last_values: torch.Tensor | None = None
@@ -65,7 +61,7 @@ class LinkReference:
         gains = self.gains
         if gains is None:
             gains = _same_gain(_INITIAL_GAIN, self.shape[0], self._current.levels.device)
-        return Prediction(self._current, self._previous if predicts else None, gains, self.channel_scales)
+        return Prediction(self._current, self._previous if predicts else None, gains)
 
     def advance(self, values: torch.Tensor, weight: float = 0.0) -> None:
         """Replace the reference by values, (L, G, H, T, D), zeros in place of those that are not finite.

@@ -29,7 +29,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.topology import devices
 
-WIRE_FORMAT = 3
+WIRE_FORMAT = 4
 """Version of the messages; raised when bytes or the arithmetic of both ends change. All ranks must have the same."""
 _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
 """Flag at the start of a message: whether all values of its sender are finite. On accelerators it is neither written

@@ -50,9 +50,6 @@ class Prediction(NamedTuple):
     """Link reference of the step before; None to predict the reference itself."""
     gains: torch.Tensor | None = None
     """Gain of each link in units of 1 / GAIN_STEPS, uint8 (L)."""
-    channel_scales: torch.Tensor | None = None
-    """Scales by which channels of the residual are divided before they are quantized, powers of two, float32 contiguous
-    (L, H, D); None for ones."""
 
 
 class MessagePart(NamedTuple):

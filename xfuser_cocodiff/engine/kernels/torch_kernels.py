@@ -54,12 +54,11 @@ def _encode(part: MessagePart) -> EncodeResult:
         write_remote_slots(gain_section, prediction.gains[:, None].expand(-1, GAIN_BYTES), part.local_slots)
     exact = in_rows(values).float()
     coded = exact if part.base is None else exact - in_rows(part.base).float()
-    predicted, channels = predict(prediction), _channels(prediction, values.shape)
-    residual = coded if predicted is None else coded - predicted
-    packed, scales, decoded = quantize(residual if channels is None else residual / channels, part.bits)
+    predicted = predict(prediction)
+    packed, scales, decoded = quantize(coded if predicted is None else coded - predicted, part.bits)
     for section, encoded in zip(_sections(payload, part), (packed, scales), strict=True):
         write_remote_slots(section, encoded, part.local_slots)
-    decoded = _add(decoded, predicted, channels)
+    decoded = _add(decoded, predicted)
     gains = _estimated_gains(coded, prediction, values.shape)
     return EncodeResult(Int8Rows.of_rows(decoded), energy(coded - decoded), energy(exact), gains)
 
@@ -72,7 +71,7 @@ def _decode(part: MessagePart) -> Int8Rows:
         prediction = prediction._replace(gains=remote_slots(gain_section, part.local_slots)[:, 0])
     levels, scales = (remote_slots(section, part.local_slots) for section in _sections(payload, part))
     residual = dequantize(levels, scales, part.bits, rows_of(shape)[1])
-    decoded = _add(residual, predict(prediction), _channels(prediction, shape))
+    decoded = _add(residual, predict(prediction))
     received = decoded if part.base is None else in_rows(part.base).float() + decoded
     write_remote_slots(target, received.reshape(shape), part.local_slots)
     return Int8Rows.of_rows(decoded)
@@ -103,14 +102,6 @@ def _sections(payload: torch.Tensor, part: MessagePart) -> tuple[torch.Tensor, t
     return levels, scales[..., None]
 
 
-def _channels(prediction: Prediction, shape: Sequence[int]) -> torch.Tensor | None:
-    """Return the scales of channels of all values, float32 (L, R, N), given (L, G, H, T, D); None for ones."""
-    scales = prediction.channel_scales
-    return None if scales is None else in_rows(scales[:, None, :, None].expand(shape))
-
-
-def _add(residual: torch.Tensor, predicted: torch.Tensor | None, channels: torch.Tensor | None) -> torch.Tensor:
-    """Return a decoded residual, times the scales of channels, plus the prediction, (L, R, N)."""
-    if channels is not None:
-        residual = residual.mul_(channels)
+def _add(residual: torch.Tensor, predicted: torch.Tensor | None) -> torch.Tensor:
+    """Return a decoded residual plus the prediction, (L, R, N)."""
     return residual if predicted is None else residual.add_(predicted)

@@ -8,7 +8,6 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import (
     NUM_CODES,
     dequantize,
     load_base,
-    load_channel_scales,
     locate_row,
     predict,
     read_size,
@@ -70,10 +69,7 @@ def _decode_rows(tensor, shapes: tl.constexpr, index: tl.constexpr, program, tab
         level, packed = (packed - rest * levels).to(tl.float32), rest
         code = tl.load(message + read_size(tensor.scales_offset) + row, mask=valid, other=0).to(tl.int32)
         width = tl.load(tables + code)[:, None] * tensor.level_width
-        channel_scales = 1.0
-        if tensor.channel_scales is not None:
-            channel_scales = load_channel_scales(tensor, link, head, inner, inside, dim)
-        decoded = dequantize(level, width, channel_scales, predicted, levels)
+        decoded = dequantize(level, width, predicted, levels)
         store_reference(tensor, decoded, of_all, offset, valid, inside, tables)
         outer = row_start(
             slot, group[:, None], head[:, None], token,

@@ -12,7 +12,6 @@ from xfuser_cocodiff.engine.kernels.triton_tensors import (
     UNIT_GAIN,
     dequantize,
     load_base,
-    load_channel_scales,
     locate_row,
     predict,
     read_size,
@@ -144,22 +143,12 @@ def _encode_tile(tensor, shape: tl.constexpr, slot, link, rows, row, message, ga
         sampled = inside & (token % read_size(tensor.stride_sample) == 0)
         moved = tl.sum(tl.where(sampled, (value - current) * change, 0.0), 1)
         changed = tl.sum(tl.where(sampled, change * change, 0.0), 1)
-    residual, channel_scales = tl.where(inside, value - predicted, 0.0), 1.0
-    if tensor.channel_scales is not None:
-        channel_scales = load_channel_scales(tensor, link, head, inner, inside, dim)
-        residual = _divide_by_power(residual, channel_scales)
-    level, code, width = _quantize(residual, tables, tensor)
-    decoded = dequantize(level, width, channel_scales, predicted, read_size(tensor.levels))
+    level, code, width = _quantize(tl.where(inside, value - predicted, 0.0), tables, tensor)
+    decoded = dequantize(level, width, predicted, read_size(tensor.levels))
     tl.store(message + read_size(tensor.scales_offset) + row, code.to(tl.uint8), mask=valid)
     store_reference(tensor, decoded, of_all, offset, valid, inside, tables)
     error = tl.where(inside, value - decoded, 0.0)
     return tl.where(inside, level, 0.0).to(tl.int32), tl.sum(error * error, 1), energy, moved, changed
-
-
-@triton.jit
-def _divide_by_power(values, scales):
-    """Return values divided by powers of two: times the inverse, of the negated exponent (0x7F000000: 2 x 127)."""
-    return values * (0x7F000000 - scales.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

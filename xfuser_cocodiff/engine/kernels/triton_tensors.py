@@ -81,8 +81,6 @@ class TensorArguments(NamedTuple):
     previous_codes: torch.Tensor | None
     gains: torch.Tensor | None
     """uint8 (L)."""
-    channel_scales: torch.Tensor | None
-    """Scales of channels, powers of two, float32 (L, H, D); None for ones."""
     payload: torch.Tensor
     """uint8 (P, n)."""
     stride_payload: int
@@ -197,24 +195,16 @@ def predict(tensor, row, offset, valid, inside, gain, widths):
 
 
 @triton.jit
-def load_channel_scales(tensor, link, head, inner, inside, dim: tl.constexpr):
-    """Return the scales of the channels of rows, float32 (rows, columns); `inner` are the channels of the columns."""
-    start = (link * read_size(tensor.heads) + head) * dim
-    return tl.load(tensor.channel_scales + start[:, None] + inner[None, :], mask=inside, other=1.0)
-
-
-@triton.jit
-def dequantize(level, width, channel_scales, predicted, levels):
+def dequantize(level, width, predicted, levels):
     """Return the values that both ends decode from levels, float32.
 
     Args:
         level: level of each value, float32.
         width: width of the levels of each row.
-        channel_scales: scales of the channels, or 1.
         predicted: predictions.
         levels: number of levels.
     """
-    return (level - (levels - 1).to(tl.float32) * 0.5) * width * channel_scales + predicted
+    return (level - (levels - 1).to(tl.float32) * 0.5) * width + predicted
 
 
 @triton.jit

@@ -142,11 +142,8 @@ def kernel_calls(
     shape = (NODES - 1, groups, heads, tokens, dim)
     reference = torch.randn(shape, device=device)
     gains = torch.full((len(reference),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
-    # Accelerators always divide by scales of channels, CPUs only where a channel is large.
-    is_asynchronous = devices.capabilities(device.type).is_asynchronous
-    scales = torch.ones(len(reference), heads, dim, device=device) if is_asynchronous else None
     previous = Int8Rows.of(reference + 0.1 * torch.randn_like(reference))
-    prediction = Prediction(Int8Rows.of(reference), previous, gains, scales)
+    prediction = Prediction(Int8Rows.of(reference), previous, gains)
     payload = torch.zeros(NODES, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8, device=device)
     base = torch.randn_like(reference).to(values.dtype)
     part = MessagePart(values, prediction, bits, payload, range(1))
