@@ -26,9 +26,10 @@ def searched(name: str, rows: torch.Tensor) -> torch.Tensor:
     if name == yardsticks.FP8:
         scale = rows.abs().amax(-1, keepdim=True) / 448
         return nearest(rows / scale, E4M3) * scale
-    blocks = rows.unflatten(-1, (-1, 16))
+    tensor_scale = rows.abs().max() / (448 * 6)
+    blocks = (rows / tensor_scale).unflatten(-1, (-1, 16))
     scale = nearest(blocks.abs().amax(-1, keepdim=True) / 6, E4M3)
-    return (nearest(blocks / scale, E2M1) * scale).flatten(-2)
+    return (nearest(blocks / scale, E2M1) * scale).flatten(-2) * tensor_scale
 
 
 def error(rounded: torch.Tensor, rows: torch.Tensor) -> float:
@@ -53,6 +54,14 @@ def test_some_rows_stand_for_all() -> None:
         assert (measured.error_energy / measured.value_energy).sqrt() == pytest.approx(
             error(searched(name, whole), whole), rel=0.03
         )
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+def test_errors_do_not_depend_on_the_size_of_values(factor: float) -> None:
+    """FP8 scales alone would be of few bits for small values, and too small for large ones."""
+    found = [yardsticks.measure(values).values() for values in (ROWS, factor * ROWS)]
+    plain, scaled = ([(each.error_energy / each.value_energy).item() for each in of_values] for of_values in found)
+    assert scaled == pytest.approx(plain, rel=1e-2)
 
 
 def test_rows_that_fp4_cannot_divide_have_the_error_of_fp8_only() -> None:

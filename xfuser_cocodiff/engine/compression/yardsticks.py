@@ -1,4 +1,4 @@
-"""Yardsticks of errors: what FP8 and FP4, as other systems send them, lose of the same tensors."""
+"""Yardsticks of errors: what FP8 and FP4, formats that other systems compute and send in, lose of the same tensors."""
 
 import torch
 
@@ -8,6 +8,8 @@ from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 FP8, FP4 = YARDSTICKS = ("fp8", "fp4")
 _FP8 = torch.float8_e4m3fn
 _FP8_LARGEST, _FP8_SMALLEST = torch.finfo(_FP8).max, 2**-9
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Scale of zeros, which could not be divided by zero."""
 _FP4_BLOCK, _FP4_LARGEST = 16, 6.0
 _FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_THRESHOLDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -28,14 +30,19 @@ def measure(values: torch.Tensor) -> dict[str, QuantError]:
 
 def round_to_fp8(rows: torch.Tensor) -> torch.Tensor:
     """Return float32 rows (..., D) rounded to FP8 (e4m3) with a scale of each row."""
-    scale = (rows.abs().amax(-1, keepdim=True) / _FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (rows.abs().amax(-1, keepdim=True) / _FP8_LARGEST).clamp(min=_SMALLEST_SCALE)
     return (rows / scale).clamp(-_FP8_LARGEST, _FP8_LARGEST).to(_FP8).float() * scale
 
 
 def round_to_fp4(rows: torch.Tensor) -> torch.Tensor:
-    """Return float32 rows (..., D), D divisible by 16, rounded to FP4 (e2m1) with an FP8 scale of 16 values."""
-    blocks = rows.unflatten(-1, (-1, _FP4_BLOCK))
+    """Return float32 rows (..., D), D divisible by 16, rounded to NVFP4.
+
+    That is FP4 (e2m1) with an FP8 (e4m3) scale of 16 values and a float32 scale of the tensor, without which the scales
+    of small values would be small FP8 numbers of few bits, or zero.
+    """
+    tensor_scale = (rows.abs().amax() / (_FP8_LARGEST * _FP4_LARGEST)).clamp(min=_SMALLEST_SCALE)
+    blocks = (rows / tensor_scale).unflatten(-1, (-1, _FP4_BLOCK))
     scale = (blocks.abs().amax(-1, keepdim=True) / _FP4_LARGEST).clamp(_FP8_SMALLEST, _FP8_LARGEST).to(_FP8).float()
     scaled = blocks / scale
     magnitudes, thresholds = rows.new_tensor(_FP4_MAGNITUDES), rows.new_tensor(_FP4_THRESHOLDS)
-    return (magnitudes[torch.bucketize(scaled.abs(), thresholds)].copysign(scaled) * scale).flatten(-2)
+    return (magnitudes[torch.bucketize(scaled.abs(), thresholds)].copysign(scaled) * scale).flatten(-2) * tensor_scale
