@@ -35,7 +35,7 @@ class SmallRuns:
         self.small.ready()
         self.runtime, self.logged = active().runtime, []
         if self.runtime:
-            self.runtime._info = self.runtime._warn = self.logged.append
+            self.runtime.reporter.info = self.runtime.reporter.warn = self.logged.append
 
     @torch.no_grad()
     def run(self, branches: int = 1) -> tuple[list[int], list[int]]:
@@ -155,7 +155,7 @@ def log_messages(rank: int) -> list[list[str]]:
 
     runs.use()
     collect()
-    runs.runtime._info = runs.runtime._warn = logged.append
+    runs.runtime.reporter.info = runs.runtime.reporter.warn = logged.append
     for steps in (3, 3, 20):
         with xfuser_cocodiff.run(steps) as run, torch.no_grad():
             for _ in range(3):

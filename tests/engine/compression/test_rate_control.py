@@ -130,8 +130,8 @@ CHANGES = (0.1, 0.5)
 STEPS = 12
 
 
-def control(rank: int, device: str) -> tuple[list[float], float]:
-    """Return the bits of each step of a run on this rank, and its mean error over steps."""
+def control(rank: int, device: str) -> tuple[list[float], float, str]:
+    """Return the bits of each step of a run on this rank, its mean error over steps, and the last line of the log."""
 
     def summed(values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -140,7 +140,8 @@ def control(rank: int, device: str) -> tuple[list[float], float]:
 
     slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device(device)))
     how = {"is_single_stage": lambda message_bytes: False, "coding_cost": None, "slow_axis_names": ("node",)}
-    runtime = CodecRuntime(SimpleNamespace(num_slow=2, num_fast=1, slow=slow, **how), "balanced", None, summed)
+    partition, logged = SimpleNamespace(num_slow=2, num_fast=1, slow=slow, **how), list[str]()
+    runtime = CodecRuntime(partition, "balanced", None, summed, info=logged.append)
     runtime.begin_run(STEPS)
     found = []
     for step in range(STEPS):
@@ -151,15 +152,29 @@ def control(rank: int, device: str) -> tuple[list[float], float]:
         error = GRIDS[found[-1]].distortion * (CHANGES[rank] if step else 1.0)
         energies = torch.tensor(error**2), torch.ones(())
         layer_codecs.stats.quant_errors += [(name, QuantError(*energies)) for name in "qkvo"]
-        layer_codecs.stats.sent_bytes, layer_codecs.stats.exact_bytes = 20, 100
+        if layer_codecs.measures_yardsticks:
+            layer_codecs.stats.quant_errors.append(
+                ("fp8", QuantError(torch.tensor((1.0 + rank) ** 2), torch.tensor(1e4)))
+            )
+        layer_codecs.stats.sent_bytes, layer_codecs.stats.exact_bytes = 20 * (1 + rank), 100
         runtime.end_step()
     assert [report.bits for report in runtime.reports] == [None, *found[1:]]
-    return found, fmean(report.error for report in runtime.reports)
+    return found, fmean(report.error for report in runtime.reports), logged[-1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_ranks_whose_errors_differ_choose_equal_bits(device: str) -> None:
     """By the mean error of both; on a CPU by that of the last step, on an accelerator by that of the one before."""
-    (bits, error), (other_bits, other_error) = ranks.run(control, 2, device)
+    (bits, error, _), (other_bits, other_error, _) = ranks.run(control, 2, device)
     assert bits == other_bits and len(set(bits)) > 2
     assert error < (error + other_error) / 2 <= 1.1 * modes.BALANCED.error < other_error
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_last_line_has_the_errors_of_all_ranks(device: str) -> None:
+    """Also those of the last step, which on an accelerator arrive after its end."""
+    (_, error, line), (_, other_error, other_line) = ranks.run(control, 2, device)
+    mean = f"{(error + other_error) / 2:.2%}"
+    letters = ", ".join(f"{letter} {mean}" for letter in "KOQV")
+    assert line == other_line
+    assert line == f"error {mean} ({letters}) at 9.60 bits per value; FP8 1.50% on the same tensors"

@@ -89,6 +89,7 @@ class Run:
             fast=None,
             is_single_stage=lambda message_bytes: False,
             coding_cost=None,
+            slow_axis_names=("node",),
         )
         self.runtime = CodecRuntime(
             partition,

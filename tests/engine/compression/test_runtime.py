@@ -289,11 +289,11 @@ def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossle
     assert [report.repeated for report in one.reports] == [0, 0, 1, 1, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("device", "read"), [("cuda", [[], [0], [1]]), ("cpu", [[0], [1], [2]])])
+@pytest.mark.parametrize(("device", "read"), [("cuda", [[], [0], [1, 2]]), ("cpu", [[0], [1], [2]])])
 def test_the_host_reads_errors_that_have_arrived(
     monkeypatch: pytest.MonkeyPatch, device: str, read: list[list[int]]
 ) -> None:
-    """On an accelerator those of the step before: for the current ones the host would wait."""
+    """On an accelerator those of the step before: for the current ones the host would wait, as after the last step."""
     found: list[list[int]] = []
 
     class Readout:
@@ -315,22 +315,49 @@ def test_the_host_reads_errors_that_have_arrived(
     assert [report.errors for report in one.reports] == [{"a": 0.0}] * 3  # also of the last step
 
 
-def test_a_run_says_its_error_and_bits_once() -> None:
-    """Over the tensors and steps of the run, with the errors of FP8 and FP4 at its first step."""
+def steps_with_errors(one: CodecRuntime, count: int) -> None:
+    """Run steps in which V has an error of 2 %, and 5 % in a run's third step."""
+    for step in range(count):
+        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+        assert layer_codecs.measures_yardsticks == (step == 0 and not one.yardsticks)
+        if layer_codecs.measures_yardsticks:
+            layer_codecs.stats.quant_errors += [("fp8", quant_error(1.0, 1e4)), ("fp4", quant_error(4.0, 1e4))]
+        add_errors(layer_codecs.stats, quant_error(1.0, 1e4), quant_error(9.0 if step < 2 else 81.0, 1e4))
+        one.end_step()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("steps", "error"), [(1, 2), (3, 3)])
+def test_every_run_says_its_error_and_bits(device: str, steps: int, error: int) -> None:
+    """Over the tensors and all steps of the run, with the errors of FP8 and FP4 at the first step of the first."""
     logged: list[str] = []
-    one = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
+    one = CodecRuntime(partition_on(device), "balanced", None, list, info=logged.append)
     for _ in range(2):
-        one.begin_run(3)
-        for step in range(3):
-            layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
-            assert layer_codecs.measures_yardsticks == (step == 0 and not one.yardsticks)
-            if layer_codecs.measures_yardsticks:
-                layer_codecs.stats.quant_errors += [("fp8", quant_error(1.0, 1e4)), ("fp4", quant_error(4.0, 1e4))]
-            add_errors(layer_codecs.stats, quant_error(1.0, 1e4), quant_error(9.0, 1e4))
-            one.end_step()
+        one.begin_run(steps)
+        steps_with_errors(one, steps)
         one.begin_run(3)  # without values, errors or a message
-    [message] = [line for line in logged if line.startswith("error")]
-    assert message == "error 2.00% (V 2.00%) at 3.20 bits per value; FP8 1.00%; FP4 2.00% on the same tensors"
+    message = f"error {error}.00% (V {error}.00%) at 3.20 bits per value; FP8 1.00%; FP4 2.00% on the same tensors"
+    assert [line for line in logged if line.startswith("error")] == [message] * 2
+
+
+@pytest.mark.parametrize("total", [None, 4])
+def test_only_the_last_step_is_an_end_that_all_ranks_reach(total: int | None) -> None:
+    """Where a run ends elsewhere, others may not follow in a collective."""
+    logged: list[str] = []
+    summed: list[list[float]] = []
+    one = CodecRuntime(
+        partition_on("cpu"), "paper", None, lambda values: summed.append(values) or values, info=logged.append
+    )
+    one.begin_run(total)
+    steps_with_errors(one, 3)
+    one.end_run(is_complete=True)
+    for end in (one.end_run, lambda: one.begin_run(4)):  # aborted
+        one.begin_run(total)
+        steps_with_errors(one, 3)
+        end()
+    message = "error 3.00% (V 3.00%) at 3.20 bits per value on this rank; FP8 1.00%; FP4 2.00% on the same tensors"
+    assert [line for line in logged if line.startswith("error")] == [message]
+    assert not summed
 
 
 def test_bits_of_a_run_do_not_follow_from_another_one() -> None:

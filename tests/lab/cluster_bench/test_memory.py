@@ -146,7 +146,7 @@ def coded_run(rank: int, cell: Cell, split: UlyssesRingSplit, capacity: float) -
 
         with mock.patch.object(device_memory, "reader", lambda _: read):
             session = recorder._new_session(Variant(MODE, split, mode=MODE))
-        session.runtime._info = session.runtime._warn = lines.append
+        session.runtime.reporter.info = session.runtime.reporter.warn = lines.append
         with recording._in_use(session):
             session.runs.begin(recording.RUN_STEPS)
             for _ in range(STEPS):

@@ -187,7 +187,7 @@ def test_errors_are_recorded_without_those_of_every_tensor(
         active_recorder.end_step(torch.zeros(1))
     active_recorder.end_run()
     [run] = json.loads((tmp_path / "rank0.json").read_text())["runs"]
-    assert run["mean_error"] == pytest.approx((0.01 + 0.04) / 2)
+    assert run["mean_error"] == pytest.approx((2 * 0.01 + 2 * 0.02 + 0.08) / 5)
     assert run["error"] == {"k": pytest.approx(0.015), "v": pytest.approx(0.08)}
     assert run["bits"] == pytest.approx(16 * 50 / 200)
     assert run["yardsticks"] == {"fp8": 0.026, "fp4": 0.095}

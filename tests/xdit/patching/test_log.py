@@ -16,6 +16,7 @@ level = logger.level
 for _ in range(2):
     log.info_once("normal")
     log.warn_once("act")
+    log.info_always("each")
 log.begin_session()
 log.warn_once("act")
 {after}
@@ -31,22 +32,22 @@ def run(code: str, file: Path) -> None:
     exec(code, {})
 
 
-ONCE = ["normal", "act", "act", "late"]
+SEEN = ["normal", "act", "each", "each", "act", "late"]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "seen"),
     [
-        ("", "", ONCE),
+        ("", "", SEEN),
         ("os.environ['RANK'] = '1'", "", []),
-        ("logging.basicConfig(level=logging.INFO)", "", ONCE),
-        ("", "logging.basicConfig(level=logging.INFO)", ONCE),
+        ("logging.basicConfig(level=logging.INFO)", "", SEEN),
+        ("", "logging.basicConfig(level=logging.INFO)", SEEN),
         ("logging.basicConfig()", "", ["act", "act"]),
         ("logging.getLogger('xfuser_cocodiff').setLevel(logging.ERROR)", "", []),
         ("os.environ['COCODIFF_LOG_LEVEL'] = 'Warning'", "", ["act", "act"]),
         ("os.environ['COCODIFF_LOG_LEVEL'] = 'error'", "", []),
-        ("os.environ['COCODIFF_LOG_LEVEL'] = 'debug'; logging.basicConfig()", "", ONCE),
-        ("os.environ['COCODIFF_LOG_LEVEL'] = 'loud'", "", ONCE),
+        ("os.environ['COCODIFF_LOG_LEVEL'] = 'debug'; logging.basicConfig()", "", SEEN),
+        ("os.environ['COCODIFF_LOG_LEVEL'] = 'loud'", "", SEEN),
     ],
     ids=[
         *("unconfigured", "rank 1", "configured", "configured later", "warnings only", "errors only"),

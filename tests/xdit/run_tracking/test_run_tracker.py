@@ -11,6 +11,8 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMa
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
 import xfuser_cocodiff
+from tests.engine.compression.test_runtime import SIZES, add_errors, partition_on, quant_error
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
@@ -210,6 +212,34 @@ def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Sessi
         raise InterruptedError
     assert session.runs.newest is None
     assert listener.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
+
+
+def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: RecordingListener, session: Session) -> None:
+    """Declared ones, and loops over an iterable."""
+    logged: list[str] = []
+    session.runtime = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
+
+    def send() -> None:
+        add_errors(session.runtime.layer_codecs("a", 1, 0, SIZES).stats, quant_error(4.0, 1e4))
+
+    def lines() -> int:
+        return sum(line.startswith("error 2.00% (V 2.00%) at 3.20 bits per value on this rank") for line in logged)
+
+    with pytest.raises(InterruptedError), xfuser_cocodiff.run() as one:
+        send()
+        one.step()
+        raise InterruptedError
+    assert lines() == 0
+    with xfuser_cocodiff.run() as one:
+        send()
+        one.step()
+    assert lines() == 1
+    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+    pipe.scheduler.set_timesteps(2)
+    for time in DiffusionPipeline.progress_bar(pipe, iter(pipe.scheduler.timesteps)):
+        send()
+        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
+    assert lines() == 2
 
 
 def test_the_innermost_run_is_the_newest(listener: RecordingListener, session: Session) -> None:

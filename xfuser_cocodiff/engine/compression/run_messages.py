@@ -26,12 +26,18 @@ def mode_in_use(mode: str, overrides: str | None, schedule: CodecSchedule, total
     )
 
 
-def error_of_run(errors: RunErrors) -> str | None:
-    """Return a message with the mean error of a run's tensors and their bits, or None if all were lossless."""
+def error_of_run(errors: RunErrors, of_all_ranks: bool) -> str | None:
+    """Return a message with the mean error of a run's tensors and their bits, or None if all were lossless.
+
+    Args:
+        errors: errors of the run.
+        of_all_ranks: whether they are those of all ranks, and not of this one.
+    """
     if errors.mean_error is None:
         return None
     of_tensors = ", ".join(f"{name.upper()} {error:.2%}" for name, error in sorted(errors.error.items()))
     message = f"error {errors.mean_error:.2%} ({of_tensors}) at {errors.bits:.2f} bits per value"
+    message += "" if of_all_ranks else " on this rank"
     of_others = "".join(f"; {name.upper()} {error:.2%}" for name, error in errors.yardsticks.items())
     return f"{message}{of_others} on the same tensors" if of_others else message
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from xfuser_cocodiff.engine.compression import modes, reference_memory, run_messages
+from xfuser_cocodiff.engine.compression import modes, reference_memory
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codec import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
@@ -19,6 +19,7 @@ from xfuser_cocodiff.engine.compression.layer_state import LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.run_report import RunReporter
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StartedReport, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
@@ -66,19 +67,15 @@ class CodecRuntime:
         min_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> None:
         self.virtual_ranks = virtual_ranks
-        self._given_budget, self._device_memory, self._info, self._warn = memory_budget, device_memory, info, warn
+        self._given_budget, self._device_memory = memory_budget, device_memory
         self._default_budgets: dict[Hashable, float] = {}
         """Default budgets of this rank, by the runs that have had them."""
         self._budget = math.inf
         """Bytes that link references of this run may take, the same on all ranks."""
-        self._partition, self._ring_partition, self.mode, self._overrides = partition, ring_partition, mode, overrides
+        self._partition, self._ring_partition, self.mode = partition, ring_partition, mode
         self._sum_over_ranks, self._min_over_ranks = sum_over_ranks, min_over_ranks
         self._predicts = False
         """Whether references are extrapolated in this run, by the schedule and as far as memory suffices."""
-        self._logged: set[str] = set()
-        """Messages that are not logged again."""
-        self._logged_states = 0
-        """Number of layer states that the messages have covered."""
         self._transformers: set[Hashable] = set()
         """Transformers that this run has called."""
         self._states: dict[tuple[Hashable, int], LayerState] = {}
@@ -92,7 +89,7 @@ class CodecRuntime:
         self._recovers = False
         """Whether the current step is lossless regardless of the schedule; whether values were not finite before it."""
         self.yardsticks: dict[str, float] = {}
-        """Mean errors of FP8 and FP4 on the tensors of the first run's first step."""
+        """Mean errors of FP8 and FP4 on this rank's tensors of the first run's first step."""
         self.value_bytes = 0
         """Bytes of a value without codecs, in the last step."""
         self.fixed_bits: Sequence[float] | None = None
@@ -100,6 +97,8 @@ class CodecRuntime:
         preset = modes.PRESETS.get(mode, CodecSchedule())
         self.schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
         """Codec schedule of all runs."""
+        axes = (name for part in (partition, ring_partition) if part for name in part.slow_axis_names)
+        self.reporter = RunReporter(mode, overrides, self.schedule, axes, info, warn)
         self._rate: RateControl | None = None
         """Choice of the run's bits; None where the schedule has them."""
         self.step = self._first_step = 0
@@ -117,18 +116,31 @@ class CodecRuntime:
             step: step at which the run continues after another one interrupted it.
         """
         self.end_run()
-        self.is_running, self._logged_states = True, 0
-        self._recovers = False
+        self.reporter.expect_layers()
+        self.is_running, self._recovers = True, False
         self.inactive_reason, self.has_coded_layers = None, False
         self._rate = RateControl(self.schedule.error) if self.schedule.error else None
         self.step, self._first_step, self.total = step, step, total
         self._transformers.clear()
         self._predicts, self._started = bool(self.schedule.predictor), []
 
-    def end_run(self) -> None:
-        """End the run, or abort it, and drop its references."""
-        self.is_running = False
+    def end_run(self, is_complete: bool = False) -> None:
+        """End the run, or abort it, and drop its references.
+
+        Args:
+            is_complete: whether it was not aborted. Its errors are then logged: those of all ranks after the last step,
+                which every rank reaches; those of this rank if it ends elsewhere, where others might not follow.
+        """
+        was_running, self.is_running = self.is_running, False
         self._states.clear()
+        if not (was_running and is_complete):
+            return
+        # The host may wait for the last errors, once: no step is left whose launches would be late, and the pipeline
+        # soon waits for the latents itself.
+        reports, is_last = self.reports, self.step == self.total
+        sum_over_ranks = self._sum_over_ranks if is_last else list
+        errors = RunErrors.of(reports, self.yardsticks, self.value_bytes, sum_over_ranks)
+        self.reporter.log_errors(errors, of_all_ranks=is_last)
 
     def disable(self, reason: str) -> None:
         """Note that a layer of this run is unsupported and stays lossless."""
@@ -145,25 +157,21 @@ class CodecRuntime:
         self.value_bytes = max((state.sizes.value_bytes for state in self._states.values()), default=0)
         started = self._start_report()
         self._started.append(started)
-        self._log(started.report)
+        is_default = self._given_budget is None
+        self.reporter.log_step(started.report, self._states, self.total, self._predicts, self._budget, is_default)
         if not self._checks_after_step:
-            self._use_errors(started.read())
+            self._use_errors(self._read(started))
         elif len(self._started) > 1:
-            self._use_errors(self._started[-2].read())
+            self._use_errors(self._read(self._started[-2]))
         self.step += 1
         if self.step == self.total:
-            known = [each.report for each in self._started if each.readout is None]  # the host need not wait for these
-            errors = RunErrors.of(known, self.yardsticks, self.value_bytes)
-            self._log_once(self._info, run_messages.error_of_run(errors))
-            self.end_run()
+            self.end_run(is_complete=True)
 
     def _use_errors(self, report: StepReport) -> None:
         """Choose the bits of later steps by the errors of a step on all ranks, and recover from values not finite.
 
         A step after those values was lossless has replaced wrong references already.
         """
-        if report.yardstick_errors:
-            self.yardsticks = {name: fmean(errors) for name, errors in report.yardstick_errors.items()}
         if self._rate is None and not self._checks_after_step:
             return  # values that are not finite were repeated
         *sums, not_finite = self._sum_over_ranks([*report.error_sums, float(report.not_finite)])
@@ -174,7 +182,14 @@ class CodecRuntime:
     @property
     def reports(self) -> list[StepReport]:
         """Reports of the run's steps so far. On accelerators the host waits for the last step's errors."""
-        return [each.read() for each in self._started]
+        return [self._read(each) for each in self._started]
+
+    def _read(self, started: StartedReport) -> StepReport:
+        """Return the report of a step with its errors, and note those of the yardsticks."""
+        report = started.read()
+        if report.yardstick_errors:
+            self.yardsticks = {name: fmean(errors) for name, errors in report.yardstick_errors.items()}
+        return report
 
     def _start_report(self) -> StartedReport:
         """Start the report of the current step, and reset the statistics."""
@@ -493,44 +508,11 @@ class CodecRuntime:
         They have done their part of the run; one that is called again begins with a keyframe. All ranks make the same
         calls.
         """
-        self._logged_states = 0
+        self.reporter.expect_layers()
         current = {state.transformer for state in self._states.values() if state.last_step == self.step}
         for key, state in list(self._states.items()):
             if state.transformer not in current:
                 del self._states[key]
-
-    # Log messages at the end of a step.
-
-    def _log(self, report: StepReport) -> None:
-        """Log memory, unmatched layer names and the schedule, each unless it was logged before."""
-        lossy = [state for state in self._states.values() if not self.schedule.is_lossless_layer(state.layer)]
-        if len(self._states) > self._logged_states:
-            self._log_layers(lossy)
-            self._logged_states = len(self._states)
-        if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(self._states):
-            message = run_messages.mode_in_use(self.mode, self._overrides, self.schedule, self.total)
-            self._log_once(self._info, message)
-
-    def _log_layers(self, lossy: list[LayerState]) -> None:
-        """Log which layers are lossless against the schedule, and why, and the memory of the references of others."""
-        axes = (name for part in (self._partition, self._ring_partition) if part for name in part.slow_axis_names)
-        self._log_once(self._info, run_messages.uncoded(lossy, axes))
-        num_layers, num_branches = len({key for key, _ in self._states}), 1 + max(each for _, each in self._states)
-        coded, is_default = [state for state in lossy if state.saves_time], self._given_budget is None
-        budget = run_messages.memory_budget(coded, self._budget, is_default)
-        memory = run_messages.reference_memory(coded, num_layers, num_branches, self._predicts, budget)
-        if memory and not all(state.has_references for state in coded):
-            self._warn(memory)  # in every run
-        else:
-            self._log_once(self._info, memory)
-        for warning in run_messages.unmatched_layers(self.schedule, (state.layer for state in self._states.values())):
-            self._log_once(self._warn, warning)
-
-    def _log_once(self, log: Callable[[str], None], message: str | None) -> None:
-        """Log a message, if there is one, unless it was logged before."""
-        if message and message not in self._logged:
-            self._logged.add(message)
-            log(message)
 
     @property
     def planned_reference_bytes(self) -> int:

@@ -1,11 +1,12 @@
 """Reports of steps: reconstruction errors and bytes, whose errors arrive from the device later."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
+from xfuser_cocodiff.engine.compression.codec import LETTERS
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.yardsticks import YARDSTICKS
 
@@ -51,20 +52,12 @@ class StepReport:
         return fmean(errors) if errors else 0.0
 
 
-def mean_errors(reports: Iterable[StepReport]) -> dict[str, float]:
-    """Return the mean error of each tensor over steps, layers and branches, by its letter."""
-    found: dict[str, list[float]] = {}
-    for report in reports:
-        for letter, errors in report.tensor_errors.items():
-            found.setdefault(letter, []).extend(errors)
-    return {letter: fmean(errors) for letter, errors in found.items()}
-
-
 class RunErrors(NamedTuple):
-    """Errors and bits of a run, named as in records."""
+    """Errors and bits of a run: in the log those of all ranks, in records those of one, and named as there."""
 
     mean_error: float | None
-    """Mean error over tensors that were sent, layers, branches and steps; None if all were lossless."""
+    """Mean error over all tensors that were sent lossy, layers, branches and steps, keyframes and layers without
+    references included, which rate control does not count; None if all were lossless."""
     error: dict[str, float]
     """Mean error of each tensor, by its letter."""
     bits: float | None
@@ -73,18 +66,35 @@ class RunErrors(NamedTuple):
     """Mean errors of FP8 and FP4 on the same tensors, by name."""
 
     @classmethod
-    def of(cls, reports: Sequence[StepReport], yardsticks: Mapping[str, float], value_bytes: int) -> "RunErrors":
+    def of(
+        cls,
+        reports: Sequence[StepReport],
+        yardsticks: Mapping[str, float],
+        value_bytes: int,
+        sum_over_ranks: Callable[[list[float]], list[float]] = list,
+    ) -> "RunErrors":
         """Return those of the steps of a run.
 
         Args:
             reports: reports of its steps.
             yardsticks: mean errors of other codes on the same tensors, by name.
             value_bytes: bytes of a value without codecs.
+            sum_over_ranks: returns the sum over all ranks for each of some numbers; of this rank alone if not given.
         """
-        lossy = [report.error for report in reports if report.tensor_errors]
+        found = {name: [error for each in reports for error in each.tensor_errors.get(name, ())] for name in LETTERS}
+        found |= {name: [yardsticks[name]] if name in yardsticks else [] for name in YARDSTICKS}
         sent, exact = (sum(getattr(report, name) for report in reports) for name in ("sent_bytes", "exact_bytes"))
-        bits = 8 * value_bytes * sent / exact if exact else None
-        return cls(fmean(lossy) if lossy else None, mean_errors(reports), bits, yardsticks)
+        sums = [float(number) for errors in found.values() for number in (sum(errors), len(errors))]
+        flat = sum_over_ranks([*sums, 8.0 * sent, exact / value_bytes if value_bytes else 0.0])
+        *pairs, (sent_bits, num_values) = zip(flat[::2], flat[1::2], strict=True)
+        means = {name: total / count for name, (total, count) in zip(found, pairs, strict=True) if count}
+        total, count = (sum(column) for column in zip(*pairs[: len(LETTERS)], strict=True))
+        return cls(
+            total / count if count else None,
+            {name: mean for name, mean in means.items() if name in LETTERS},
+            sent_bits / num_values if num_values else None,
+            {name: mean for name, mean in means.items() if name in YARDSTICKS},
+        )
 
 
 @dataclass

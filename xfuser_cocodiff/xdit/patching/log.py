@@ -28,6 +28,11 @@ def info_once(message: str) -> None:
     _log_once(logging.INFO, message)
 
 
+def info_always(message: str) -> None:
+    """Log a message about a normal event, at every call."""
+    _log(logging.INFO, message)
+
+
 def warn_once(message: str) -> None:
     """Log a message that the user should act on, once per session."""
     _log_once(logging.WARNING, message)

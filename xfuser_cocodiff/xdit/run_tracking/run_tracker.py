@@ -73,9 +73,9 @@ class RunTracker:
             for listener in self.listeners:
                 listener.end_step(latents)
 
-    def end(self, run: Run) -> None:
-        """End a run, complete or not."""
-        active().runs.end(run)
+    def end(self, run: Run, is_complete: bool = False) -> None:
+        """End a run; `is_complete` tells that it was not aborted, where that is known."""
+        active().runs.end(run, is_complete)
 
     def close(self) -> None:
         """Restore the `step` of all scheduler classes."""
@@ -97,7 +97,7 @@ class RunTracker:
                 return _with_callback(original(pipeline, total=total), lambda: self.end(run))
             run = self.begin(owner, len(iterable) if isinstance(iterable, Sized) else total)
             run.may_be_abandoned = True
-            return original(pipeline, _TrackedIterable(iterable, lambda: self.end(run)), total)
+            return original(pipeline, _TrackedIterable(iterable, lambda: self.end(run, is_complete=True)), total)
 
         return progress_bar
 
@@ -198,10 +198,10 @@ class Sampling:
             self._run = self._tracker.begin(self, self._steps)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, exception: type[BaseException] | None, *_: Any) -> None:
         self._open = False
         if self._tracker and self._run:
-            self._tracker.end(self._run)
+            self._tracker.end(self._run, is_complete=exception is None)
         self._run = None
 
     def step(self, latents: torch.Tensor | None = None) -> None:

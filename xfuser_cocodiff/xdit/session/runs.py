@@ -144,11 +144,12 @@ class Runs:
             self._warn_inactive(runtime)
         return is_over
 
-    def end(self, run: Run | None = None) -> None:
+    def end(self, run: Run | None = None, is_complete: bool = False) -> None:
         """End an open run, complete or not.
 
         Args:
             run: the newest when not given.
+            is_complete: whether it is known to be complete, whatever its number of steps; its errors are then logged.
         """
         run = run or self.newest
         if run not in self._open:
@@ -156,7 +157,7 @@ class Runs:
         self._open.remove(run)
         self._reset_branches()
         if run is self._current:
-            self._stop_encoding()
+            self._stop_encoding(is_complete)
 
     def clear(self) -> None:
         """End all runs."""
@@ -217,10 +218,10 @@ class Runs:
         if runtime := self._runtime():
             runtime.begin_run(run.total, run.steps)
 
-    def _stop_encoding(self) -> None:
+    def _stop_encoding(self, is_complete: bool = False) -> None:
         self._current = None
         if runtime := self._runtime():
-            runtime.end_run()
+            runtime.end_run(is_complete)
 
     def _disable(self, run: Run, reason: str) -> None:
         """Make the rest of a run lossless."""

@@ -25,7 +25,7 @@ from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
+from xfuser_cocodiff.xdit.patching.log import begin_session, info_always, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, usp_versions
@@ -451,7 +451,7 @@ def _new_runtime(
         lambda values: all_reduce(values, "sum"),
         virtual,
         memory_budget=config.memory_budget,
-        info=info_once,
+        info=info_always,
         warn=warn_always,
         ring_partition=ring_partition,
         device_memory=device_memory.reader(compute_device().type),
