@@ -31,18 +31,21 @@ def run_guided(rank: int, model: str, schedule: str, *more: str) -> tuple[float,
     return decibels(latents, stock), sum(report.sent_bytes for report in runtime.reports), found, names
 
 
-# The two prompts of Qwen-Image have different lengths.
 @pytest.mark.slow  # one layer is quick in engine/compression/test_joint_branches
-@pytest.mark.parametrize(("model", "weight"), [("SD3.5", 1.25), ("Qwen-Image", 1)])
-def test_both_ends_of_a_link_agree_and_as_many_bytes_are_sent(model: str, weight: float) -> None:
-    own, joint = (ranks.run(run_guided, 2, model, f"{BITS},joint={each}") for each in (0, weight))
-    assert_equal_ends([references for _, _, references, _ in joint])
+@pytest.mark.parametrize("model", ["SD3.5", "Qwen-Image"])
+def test_both_ends_of_a_link_agree_and_as_many_bytes_are_sent(model: str) -> None:
+    """The two prompts of Qwen-Image have different lengths, so that each branch is coded by itself."""
+    own, joint = (ranks.run(run_guided, 2, model, f"{BITS},joint={each}") for each in (0, 1))
+    assert_equal_ends([references for _, _, references, _ in joint], is_joint=model == "SD3.5")
     for (psnr, sent, references, names), (own_psnr, own_sent, _, own_names) in zip(joint, own, strict=True):
-        assert names == own_names | ({f"{name}1" for name in own_names} if model == "SD3.5" else set())
         weights = [each for _, _, each in references]
-        assert weights.count(0) == weights.count(weight) == len(weights) / 2
-        assert sent == pytest.approx(own_sent, rel=0.05)
-        assert psnr > own_psnr - 6 > 40  # branches of random weights have little in common
+        if model == "SD3.5":
+            assert names == own_names | {f"{name}1" for name in own_names}
+            assert weights.count(0) == weights.count(1) == len(weights) / 2
+            assert sent == pytest.approx(own_sent, rel=0.05)
+            assert min(psnr, own_psnr) > 40  # branches of random weights have little in common
+        else:
+            assert (set(weights), sent, psnr, names) == ({0}, own_sent, own_psnr, own_names)
 
 
 def run_compiled(rank: int, model: str, how: str) -> tuple[list[tuple], list[tuple], float]:

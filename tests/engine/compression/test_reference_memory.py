@@ -158,7 +158,7 @@ def test_memory_budget_is_met(budget: int | None, allocated: int, coded: int) ->
 
 def test_guidance_branches_share_the_memory_budget() -> None:
     sizes = layer_sizes(torch.bfloat16)
-    following = ReferenceBytes.of(sizes, BALANCED, NUM_SLOW, leader=sizes).single
+    following = ReferenceBytes.of(sizes, BALANCED, NUM_SLOW, keeps_values=True).single
     assert following == SINGLE + sizes.crossing(NUM_SLOW).num_values * sizes.value_bytes  # values are kept as they are
     run = Run(4 * (SINGLE + following), layers=4, branches=2)  # not enough with prediction
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_references_of_gathered_kv_are_never_larger_than_by_heads(mode: str) -> 
         by_heads = LayerSizes(2 * query + 2 * key, key, HEAD_DIM, 2)
         gathered = LayerSizes(2 * grouping * gathered_key + 2 * gathered_key, gathered_key, HEAD_DIM, 2)
         for leads in (False, True):
-            of_heads = ReferenceBytes.of(by_heads, schedule, num_slow, 1, by_heads if leads else None)
-            of_gather = ReferenceBytes.of(gathered, schedule, 1, num_slow, gathered if leads else None)
+            of_heads = ReferenceBytes.of(by_heads, schedule, num_slow, 1, leads)
+            of_gather = ReferenceBytes.of(gathered, schedule, 1, num_slow, leads)
             assert all(map(operator.le, of_gather, of_heads)), (num_slow, num_fast, kv_heads, grouping)
     assert num_gathering > 50

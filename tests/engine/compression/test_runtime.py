@@ -1,5 +1,6 @@
 """Runs, steps and branches without communication: lifetime of link references, keyframes, and log messages."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -123,53 +124,27 @@ def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: st
         assert one.planned_reference_bytes == planned.predicted + ReferenceBytes.of(SIZES, one.schedule, 1, 2).predicted
 
 
-@pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
-def test_branches_of_other_lengths_take_the_same_form(num_values: tuple[int, int]) -> None:
-    """Prompts differ in length, so that only one of two branches may be long enough for a single stage."""
-    one = runtime()
-    sizes = [SIZES._replace(num_values=number) for number in num_values]
-    one.begin_run(8)
-    for _ in range(3):
-        layers = [one.layer_codecs("a", 1, branch, each) for branch, each in enumerate([*sizes, sizes[1]])]
-        one.end_step()
-        assert [layer.single_stage for layer in layers] == [num_values[0] > 64] * 3
-        assert layers[0].keeps_values and all(layer.leader is not None for layer in layers[1:])
-
-
-@pytest.mark.parametrize("num_values", [(64, 66), (66, 64)])
-def test_branches_of_other_lengths_are_both_coded_or_both_lossless(num_values: tuple[int, int]) -> None:
-    """Only the longer branch would save time by itself."""
-    one = runtime()
-    cost = CodingCost(1.0, 1.0)
-    saved = [cost.saved_link_seconds(SIZES._replace(num_values=number).slow_axis_bytes(2, 1)) for number in (64, 66)]
-    one._partition.coding_cost = CodingCost(1.0, sum(saved) / 2 / cost.added_host_seconds(4))
-    one.begin_run(8)
-    layers = [one.layer_codecs("a", 1, i, SIZES._replace(num_values=n)) for i, n in enumerate(num_values)]
-    assert [layer is not None for layer in layers] == [num_values[0] == 66] * 2
-
-
-@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("how", ["heads", "gathered", "ring", "virtual ring"])
 @pytest.mark.parametrize("num_values", [64, 66])
-def test_a_ring_keeps_values_for_branches_of_the_same_length(num_values: int, virtual: bool) -> None:
-    """Tokens of other lengths are not aligned there."""
+def test_branches_are_coded_together_if_they_are_equally_long(num_values: int, how: str) -> None:
     one = runtime()
-    if virtual:
+    if how == "virtual ring":
         one._partition, one.virtual_ranks = None, VirtualRing(Topology.parse("node=2"), ("node",))
-    else:
+    elif how == "ring":
         one._partition, one._ring_partition = None, partition_on("cpu")
     one.begin_run(8)
-    sizes = [SIZES, SIZES._replace(num_values=num_values)]
-    codecs_of = one.layer_codecs if virtual else one.ring_codecs
+    sizes, is_same = [SIZES, SIZES._replace(num_values=num_values)], num_values == SIZES.num_values
+    codecs_of = one.ring_codecs if how == "ring" else partial(one.layer_codecs, gathers_kv=how == "gathered")
     for _ in range(2):
         layers = [codecs_of("a", 1, branch, each) for branch, each in enumerate(sizes)]
         one.end_step()
-    is_same = num_values == 64
-    assert layers[0].keeps_values == is_same and layers[1].token_blocks is None
-    leaders = None, SIZES if is_same else SIZES._replace(num_v_values=0)
-    each = zip(sizes, leaders, strict=True)
-    assert one.planned_reference_bytes == sum(
-        ReferenceBytes.of(size, one.schedule, 1, 2, leader=leader).predicted for size, leader in each
-    )
+    assert layers[0].keeps_values == (layers[1].leader is not None) == is_same
+    coordinates = (2, 1) if how == "heads" else (1, 2)
+    planned = [
+        ReferenceBytes.of(each, one.schedule, *coordinates, keeps_values=is_same and branch == 1).predicted
+        for branch, each in enumerate(sizes)
+    ]
+    assert one.planned_reference_bytes == sum(planned)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +420,7 @@ def test_unknown_layers_are_logged_with_the_nearest_names() -> None:
 def test_another_transformer_drops_references_of_the_one_before(order: str, keyframes: tuple[int, ...]) -> None:
     one = runtime()
     # The second branch is coded as the difference to the first, whose values are kept.
-    need = sum(ReferenceBytes.of(SIZES, one.schedule, 2, leader=leader).predicted for leader in (None, SIZES))
+    need = sum(ReferenceBytes.of(SIZES, one.schedule, 2, keeps_values=keeps).predicted for keeps in (False, True))
     for _ in range(2):  # the second run as the first
         one.begin_run(20)
         for step, transformer in enumerate(order):

@@ -118,7 +118,7 @@ def round_trip(tensor: CodedTensor) -> tuple[QuantError, torch.Tensor]:
     """
     part, target = tensor.part, torch.empty_like(tensor.values)
     [result] = kernels.encode([part])
-    base = tensor.lead.decoded() if tensor.lead and tensor.lead.weight else None
+    base = tensor.lead.decoded if tensor.lead and tensor.lead.weight else None
     kernels.decode([part._replace(values=target, base=base)])
     return _advance_sent(tensor, result), target
 

@@ -101,9 +101,6 @@ class LayerCodecs:
     """Link states of this layer in the leading branch; None in that branch, and where there is none."""
     keeps_values: bool = False
     """Whether other branches of this layer follow in this step, for which sent values are kept."""
-    token_blocks: int | None = 1
-    """Number of blocks of adjacent tokens, of different ranks, in the order in which tensors are sent; None if that is
-    not known: branches of different lengths are not coded together then."""
     batched_branches: int = 1
     """Number of branches that each call has in its batch, one after the other; the first leads the others."""
     keeps_references: bool = True
@@ -181,19 +178,15 @@ class Joint(NamedTuple):
     """See :attr:`Lead.weight`."""
     next_weight: float
     """See :attr:`Lead.next_weight`."""
-    tokens: int | None = None
-    """See :attr:`Lead.tokens`."""
-    blocks: int = 1
-    """See :attr:`Lead.blocks`."""
 
     def at_sender(self) -> Lead:
         """Return the leading branch at the sender's end."""
         sent = self.leader.sent_values if self.weight else None
-        return Lead(self.leader.sent, self.weight, self.next_weight, sent, self.tokens, self.blocks)
+        return Lead(self.leader.sent, self.weight, self.next_weight, sent)
 
     def at_receiver(self) -> Lead:
         """Return the leading branch at the receiver's end."""
-        return Lead(self.leader.received, self.weight, self.next_weight, None, self.tokens, self.blocks)
+        return Lead(self.leader.received, self.weight, self.next_weight)
 
 
 def joint_for(
@@ -221,24 +214,11 @@ def joint_for(
     if leader is None:
         return None
     sent, weight = leader.sent_values, layer_codecs.joint
-    is_current = sent is not None and (sent.step, sent.dtype) == (layer_codecs.step, dtype)
-    is_current = is_current and _can_align(sent.shape, shape, layer_codecs.token_blocks)
-    known = sent.shape if is_current else leader.sent.shape if leader.sent.has_values else shape
-    tokens = None if tuple(known) == tuple(shape) else shape[TOKEN_DIM]
-    aligned = tokens, layer_codecs.token_blocks or 1
+    is_current = sent is not None and (sent.step, sent.dtype, sent.shape) == (layer_codecs.step, dtype, tuple(shape))
     if leader.in_flight or not is_current or (codec.sends_values and not codec.is_stateless):
-        return Joint(leader, 0.0, 0.0, *aligned)
+        return Joint(leader, 0.0, 0.0)
     has_kept = sent.kept is not None and not codec.sends_values
-    return Joint(leader, weight if has_kept else 0.0, weight, *aligned)
-
-
-def _can_align(leading: Sequence[int], shape: Sequence[int], blocks: int | None) -> bool:
-    """Return whether values of two branches have the same shape, but for the number of tokens in each block."""
-    tokens = leading[TOKEN_DIM], shape[TOKEN_DIM]
-    if tokens[0] == tokens[1] or blocks is None:
-        return tuple(leading) == tuple(shape)
-    others = ([*each[:TOKEN_DIM], *each[TOKEN_DIM + 1 :]] for each in (leading, shape))
-    return next(others) == next(others) and all(count % blocks == 0 for count in tokens)
+    return Joint(leader, weight if has_kept else 0.0, weight)
 
 
 def codec_for(
@@ -270,7 +250,7 @@ def _has_leader(layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, sha
     """Return whether both ends of a tensor's links hold a reference of the leading branch."""
     leader = layer_codecs.leader_of(name, head_group)
     is_there = leader is not None and not leader.in_flight and leader.sent.has_values
-    return is_there and _can_align(leader.sent.shape, shape, layer_codecs.token_blocks)
+    return is_there and tuple(leader.sent.shape) == tuple(shape)
 
 
 def active_tokens_for(

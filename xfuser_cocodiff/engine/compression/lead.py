@@ -10,9 +10,8 @@ Sizes in shapes: those of codec.py.
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
-from xfuser_cocodiff.engine.compression.codec import TOKEN_DIM, Codec
+from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 
 
@@ -27,32 +26,18 @@ class Lead(NamedTuple):
     """Weight of the leading branch in the reference that is left for the next step."""
     sent: SentValues | None = None
     """At the sender, the values that the leading branch has sent in this step, if they are subtracted."""
-    tokens: int | None = None
-    """Number of tokens of the following branch; None if it is the leading one's."""
-    blocks: int = 1
-    """Number of blocks of adjacent tokens, of different ranks."""
 
     @property
     def base(self) -> torch.Tensor | None:
         """What is subtracted before encoding and added after decoding, (L, G, H, T, D); None if nothing is."""
         if not self.weight:
             return None
-        return self.decoded() if self.sent is None else self._aligned(self.sent.kept)
+        return self.decoded if self.sent is None else self.sent.kept
 
+    @property
     def decoded(self) -> torch.Tensor:
-        """Return what both ends hold of the leading branch, by the tokens of the following one, (L, G, H, T, D)."""
-        return self._aligned(self.reference.values)
-
-    def _aligned(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values by the tokens of the following branch, zeros for those that only that branch has.
-
-        Branches differ in the length of their text, which is before the image in models with two calls.
-        """
-        if self.tokens is None:
-            return values
-        by_block = values.unflatten(TOKEN_DIM, (self.blocks, -1))
-        missing = self.tokens // self.blocks - by_block.shape[TOKEN_DIM + 1]
-        return functional.pad(by_block, (0, 0, missing, 0)).flatten(TOKEN_DIM, TOKEN_DIM + 1)
+        """What both ends hold of the leading branch, (L, G, H, T, D)."""
+        return self.reference.values
 
     def alone(self) -> "Lead":
         """Return the lead of a tensor whose values are coded by themselves after all."""
@@ -66,7 +51,7 @@ class Lead(NamedTuple):
     def rebase(self, reference: LinkReference, weight: float) -> None:
         """Convert the following branch's reference to one with another weight of the leading branch."""
         if weight != reference.weight:
-            reference.advance(reference.values + self.decoded() * (reference.weight - weight), weight)
+            reference.advance(reference.values + self.decoded * (reference.weight - weight), weight)
 
 
 def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
@@ -74,4 +59,4 @@ def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
     decoded = reference.values
     if lead is None or not reference.weight:
         return decoded
-    return (decoded.float() + reference.weight * lead.decoded().float()).to(decoded.dtype)
+    return (decoded.float() + reference.weight * lead.decoded.float()).to(decoded.dtype)

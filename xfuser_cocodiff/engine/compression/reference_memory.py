@@ -91,10 +91,7 @@ def default_budget(memory: DeviceMemory, sizes: LayerSizes, has_known_end: bool)
 
 
 class ReferenceBytes(NamedTuple):
-    """Memory of the link references of a layer on a rank, in one branch.
-
-    Channel scales are left out: four bytes beside the values of a channel's tokens.
-    """
+    """Memory of the link references of a layer on a rank, in one branch."""
 
     predicted: int
     """Bytes with the references of the step before, which predictions need."""
@@ -108,7 +105,7 @@ class ReferenceBytes(NamedTuple):
         schedule: CodecSchedule,
         num_slow: int,
         num_gathered: int = 1,
-        leader: LayerSizes | None = None,
+        keeps_values: bool = False,
     ) -> "ReferenceBytes":
         """Return the memory for a layer.
 
@@ -120,7 +117,7 @@ class ReferenceBytes(NamedTuple):
             schedule: codec schedule of the run.
             num_slow: coordinates on the slow axes of all-to-alls.
             num_gathered: coordinates on the slow axes along which K and V are gathered, as in a ring.
-            leader: sizes of the layer's tensors in the leading branch, if its values are kept for this one.
+            keeps_values: whether the leading branch's values, of the same sizes, are kept for this one.
         """
         crossing, is_gathered = sizes.crossing(num_slow), num_gathered > 1
         gathered = 2 * sizes.num_v_values * num_gathered if is_gathered else 0
@@ -128,8 +125,6 @@ class ReferenceBytes(NamedTuple):
         if schedule.cached:  # V-Major stores values as they are, and those that it compares with
             num_scored = crossing.num_v_values + (sizes.num_v_values if is_gathered else 0)
             return cls(*[(num_values + num_scored) * sizes.value_bytes] * 2)
-        single, kept = num_values + num_values // sizes.row_values, 0
-        if leader:
-            kept = leader.crossing(num_slow).num_values + 2 * is_gathered * leader.num_v_values
-        kept *= sizes.value_bytes
+        single = num_values + num_values // sizes.row_values
+        kept = (crossing.num_values + 2 * is_gathered * sizes.num_v_values) * sizes.value_bytes * keeps_values
         return cls((2 if schedule.predictor else 1) * single + kept, single + kept)

@@ -257,13 +257,10 @@ class CodecRuntime:
         layout = self._partition or self.virtual_ranks
         if state is None or layout is None:
             return None
-        in_ring = self._partition is None and self.virtual_ranks.is_ring
-        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch, in_ring)
-        token_blocks = layout.num_fast if state.gathers_kv else 1
+        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
         return replace(
             self._codecs_of(state, self._partition, state.link_states),
             leader=leader.link_states if leader else None,
-            token_blocks=None if in_ring else token_blocks,
             keeps_values=keeps_values,
             batched_branches=batched_branches,
         )
@@ -281,30 +278,32 @@ class CodecRuntime:
         state = self._state_of(layer, key, branch, sizes, transformer, batched_branches)
         if state is None or self._ring_partition is None:
             return None
-        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch, in_ring=True)
+        leader, keeps_values = self._leader_of(state, key, branch), self._is_followed(key, branch)
         return replace(
             self._codecs_of(state, self._ring_partition, state.ring_link_states),
             leader=leader.ring_link_states if leader else None,
-            token_blocks=None,
             keeps_values=keeps_values,
             batched_branches=batched_branches,
         )
 
     def _leader_of(self, state: LayerState, key: Hashable, branch: int) -> LayerState | None:
-        """Return a layer's state in the branch that leads another one; None where each is coded by itself."""
+        """Return a layer's state in the branch that leads another one; None where each is coded by itself, as where
+        their texts have different lengths."""
         leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
         of_both = {
-            (each.is_exact, each.has_references, each.single_stage, each.gathers_kv) for each in (state, leader) if each
+            (each.is_exact, each.has_references, each.single_stage, each.gathers_kv, each.sizes)
+            for each in (state, leader)
+            if each
         }
         return leader if len(of_both) == 1 else None
 
-    def _is_followed(self, key: Hashable, branch: int, in_ring: bool = False) -> bool:
+    def _is_followed(self, key: Hashable, branch: int) -> bool:
         """Return whether a layer's values are kept for other branches.
 
         Whether there are others is not known in the first step. If previous references are planned, there is memory
         then for values of up to two bytes: no reference has a previous one yet. In later steps, memory is planned with
-        the first branch that follows, and that branch makes use of it if it is coded by the same exchange and was not
-        left out of the last step, and in a ring only if its tensors have the same sizes.
+        the first branch that follows, and that branch makes use of it if it is coded in the same way and was not left
+        out of the last step.
         """
         if branch or not self.schedule.joint:
             return False
@@ -314,8 +313,7 @@ class CodecRuntime:
         follower = self._states.get((key, 1))
         if follower is None or follower.is_exact or follower.last_step < self.step - 1:
             return False
-        leader = self._leader_of(follower, key, 1)
-        return leader is not None and (not in_ring or leader.sizes == follower.sizes)
+        return self._leader_of(follower, key, 1) is not None
 
     def _state_of(
         self,
@@ -333,11 +331,9 @@ class CodecRuntime:
             return None
         if (key, branch) not in self._states:
             leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
-            if leader and leader.gathers_kv != gathers_kv:  # then each branch is coded by itself
-                leader = None
             # The first branch that follows another counts the values that are kept for all.
-            kept = self._kept_sizes(leader, sizes) if leader and branch == 1 else None
-            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, leader, kept)
+            keeps_values = bool(leader) and branch == 1 and (leader.sizes, leader.gathers_kv) == (sizes, gathers_kv)
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, keeps_values)
             self._states[key, branch].first_step = self.step
         state = self._states[key, branch]
         state.last_step = self.step
@@ -417,14 +413,9 @@ class CodecRuntime:
         transformer: Hashable,
         sizes: LayerSizes,
         gathers_kv: bool,
-        leader: LayerState | None,
-        kept: LayerSizes | None,
+        keeps_values: bool,
     ) -> LayerState:
-        """Return the state of a layer that a branch calls for the first time in this run.
-
-        It takes the leading branch's choices that depend on sizes. Prompts differ in length, and two branches on both
-        sides of a threshold could not be coded together.
-        """
+        """Return the state of a layer that a branch calls for the first time in this run."""
         self.has_coded_layers = True
         if transformer not in self._transformers:
             self._drop_finished_transformers()
@@ -432,8 +423,8 @@ class CodecRuntime:
         if not self._states:
             self._budget = self._agree_on_budget(transformer, sizes)
             self._predicts = bool(self.schedule.predictor)
-        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), kept)
-        saved, added = coding_seconds = leader.coding_seconds if leader else self._coding_seconds(sizes, gathers_kv)
+        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv), keeps_values)
+        saved, added = coding_seconds = self._coding_seconds(sizes, gathers_kv)
         is_exact = self.schedule.is_lossless_layer(layer) or saved < added
         has_references = not is_exact
         if has_references and not self._fits_budget(planned_bytes):
@@ -443,23 +434,17 @@ class CodecRuntime:
             has_references = self._fits_budget(planned_bytes)
         # V-Major has no keyframes in few bits.
         is_exact = is_exact or (not has_references and self.schedule.keyframe_codec.is_exact)
-        single_stage = leader.single_stage if leader else self._takes_single_stage(sizes)
         return LayerState(
             layer,
             transformer,
             sizes,
             planned_bytes,
             is_exact,
-            single_stage,
+            self._takes_single_stage(sizes),
             has_references,
             gathers_kv,
             coding_seconds,
         )
-
-    def _kept_sizes(self, leader: LayerState, following: LayerSizes) -> LayerSizes:
-        """Return the sizes of what a leading branch keeps for another one, of these sizes."""
-        in_ring = not leader.gathers_kv and self._ring_num_slow > 1
-        return leader.sizes._replace(num_v_values=0) if in_ring and leader.sizes != following else leader.sizes
 
     def _takes_single_stage(self, sizes: LayerSizes) -> bool:
         """Return whether all-to-alls of a layer take one stage."""

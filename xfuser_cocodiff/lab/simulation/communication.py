@@ -47,7 +47,7 @@ def _of_calls(
     The second call also keeps the values of the first one if branches are coded together.
     """
     each = ReferenceBytes.of(sizes, schedule, *coordinates)
-    second = ReferenceBytes.of(sizes, schedule, *coordinates, leader=sizes) if schedule.joint else each
+    second = ReferenceBytes.of(sizes, schedule, *coordinates, keeps_values=True) if schedule.joint else each
     return [each, second, *[each] * (calls - 2)][:calls]
 
 
