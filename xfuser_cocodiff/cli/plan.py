@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         help="folder of COCODIFF_RECORD in a run in mode balanced or fast, whose change per step sets the bits "
         "(default: the published change of FLUX.1-dev)",
     )
-    group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
+    group.add_argument("--steps", type=int, default=28, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
     group.add_argument(
         "--text-tokens", type=int, help="text tokens of the prompt (default: the pipeline's; qwen-image: 128)"

@@ -32,6 +32,7 @@ from xfuser_cocodiff.lab.cluster_bench import recording
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.full_size import transformer as full_size
+from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.xdit.integration import activation
@@ -148,7 +149,7 @@ def coded_run(rank: int, cell: Cell, split: UlyssesRingSplit, capacity: float) -
             session = recorder._new_session(Variant(MODE, split, mode=MODE))
         session.runtime.reporter.info = session.runtime.reporter.warn = lines.append
         with recording._in_use(session):
-            session.runs.begin(recording.RUN_STEPS)
+            session.runs.begin(assumed_change.STEPS)
             for _ in range(STEPS):
                 step(session)
             session.runs.end()

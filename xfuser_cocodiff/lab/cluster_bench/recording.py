@@ -42,12 +42,11 @@ from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
 
-RUN_STEPS = 28
-"""Denoising steps of a run, as in the published change per step."""
 _WARMUP_STEPS = 3
 """Steps after which a variant is in a steady state: layers are known, V's source is verified, schedules are set."""
-_POSITIONS = (0.1, 0.5, 0.9)
-"""Positions in the run of coded steps that stand for all of them."""
+_POSITIONS = (0.125, 0.375, 0.625, 0.875)
+"""Positions in the run of coded steps that stand for all of them where bits do not tell steps apart: the middle of each
+quarter."""
 KEYFRAME = "keyframe"
 """Name of the program of a keyframe."""
 
@@ -187,10 +186,10 @@ class Recorder:
 
     def _record_lossy(self, session: Session) -> Recording:
         assert session.runtime
-        schedule = session.runtime.schedule
-        coded = [step for step in range(RUN_STEPS) if not schedule.is_keyframe_step(step)]
-        bits = assumed_change.bits_of(schedule, RUN_STEPS)
-        session.runs.begin(RUN_STEPS)
+        schedule, total = session.runtime.schedule, assumed_change.STEPS
+        coded = [step for step in range(total) if not schedule.is_keyframe_step(step)]
+        bits = assumed_change.bits_of(schedule, total)
+        session.runs.begin(total)
         session.runtime.fixed_bits = bits  # recorded values have no errors to choose by
         for step in range(max(_WARMUP_STEPS, coded[0] + 2)):
             self._step(session, step)
@@ -205,11 +204,11 @@ class Recorder:
             steps = [step for step in chosen if sizes[step] == size]
             name = f"step {steps[0]}"
             recording.programs[name] = programs[steps[0]]
-            recording.weights[name] = sum(share[step] for step in steps) / sum(share.values()) * len(coded) / RUN_STEPS
+            recording.weights[name] = sum(share[step] for step in steps) / sum(share.values()) * len(coded) / total
             self._record_alternatives(recording, session, name, partial(self._step, session, steps[0]))
-        session.runs.begin(RUN_STEPS)
+        session.runs.begin(total)
         recording.programs[KEYFRAME] = self._step(session, 0)
-        recording.weights[KEYFRAME] = 1 - len(coded) / RUN_STEPS
+        recording.weights[KEYFRAME] = 1 - len(coded) / total
         return recording
 
     def _record_alternatives(

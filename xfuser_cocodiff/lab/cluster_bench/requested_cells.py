@@ -9,10 +9,10 @@ from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
-from xfuser_cocodiff.lab.cluster_bench.recording import RUN_STEPS
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import dilations
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import ALIASES as MODEL_ALIASES
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
@@ -189,8 +189,8 @@ def _check(cell: Cell, name: str) -> None:
         config = parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))
         if mode in PRESETS and config.schedule:
             schedule = CodecSchedule.parse(config.schedule, PRESETS[mode])
-            if all(map(schedule.is_keyframe_step, range(RUN_STEPS))):
-                raise ValueError(f"--modes {name!r} is not valid: all {RUN_STEPS} steps are keyframes")
+            if all(map(schedule.is_keyframe_step, range(assumed_change.STEPS))):
+                raise ValueError(f"--modes {name!r} is not valid: all {assumed_change.STEPS} steps are keyframes")
 
 
 def _machine(name: str, launch_us: float | None) -> Machine:

@@ -18,6 +18,8 @@ PUBLISHED = (
 # fmt: on
 """Norm of the change of K and V between two steps over that of K and V: FLUX.1-dev, mean of 57 blocks, 1024 px, 28
 steps (data files of github.com/Cobalt-27/CompactFusion, `compact_plot/sim_norm_dump`)."""
+STEPS = len(PUBLISHED) + 1
+"""Number of steps of the published run, which predictions assume of a run unless another is given."""
 DESCRIPTION = "the published change per step of FLUX.1-dev"
 
 

@@ -41,7 +41,7 @@ def make_scenario(
     topology: str | None = None,
     profile: Path | None = None,
     cluster: str | None = None,
-    steps: int = 50,
+    steps: int = assumed_change.STEPS,
     batch: int = 1,
     text_tokens: int | None = None,
     teraflops: float | None = None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
-from xfuser_cocodiff.lab.simulation import exchange
+from xfuser_cocodiff.lab.simulation import assumed_change, exchange
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -14,8 +14,6 @@ from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
 
 MODES = (STOCK, *PLUGIN_MODES)
-STEPS = 50
-"""Denoising steps of a run. Bytes that a mode sends can differ from step to step."""
 ALL = "all"
 
 
@@ -36,7 +34,9 @@ def scenario_on_nodes(machine: Machine, nodes: int, workload: Workload, resoluti
     check_count("--batch", batch)
     check_count("--resolution", resolution, PIXELS_PER_TOKEN)
     link_profile, accelerator = machine.link_profile, machine.accelerator
-    return Scenario(workload, resolution, batch, STEPS, machine.topology(nodes), link_profile, accelerator)
+    return Scenario(
+        workload, resolution, batch, assumed_change.STEPS, machine.topology(nodes), link_profile, accelerator
+    )
 
 
 def sweep(
