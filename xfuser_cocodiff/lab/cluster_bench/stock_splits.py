@@ -1,9 +1,9 @@
-"""Candidates of best stock: every Ulysses x Ring split and order of ranks, and which of them are worth measuring."""
+"""Candidates of best stock: every Ulysses x Ring split, and which of them are worth measuring."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.lab.simulation.step_time import StepEstimate, estimate_step
@@ -18,8 +18,7 @@ class StockSplit:
     """Split of stock xDiT with its simulated step."""
 
     split: UlyssesRingSplit
-    """Degrees, and the order of ranks: xDiT itself has Ulysses among neighbors and the ring across (`outer`); `inner`
-    needs a launcher that numbers the ranks accordingly."""
+    """Degrees; xDiT has Ulysses among neighbors and the ring across."""
     estimate: StepEstimate | None
     """Simulated step; None if the groups do not align with the axes of the machine."""
     slowdown: float
@@ -32,8 +31,7 @@ class StockSplit:
         return self.slowdown <= LARGEST_SLOWDOWN
 
     def __str__(self) -> str:
-        order = "" if self.split.placement == OUTER else f", {self.split.placement} ring"
-        return f"Ulysses {self.split.ulysses} x Ring {self.split.ring}{order}"
+        return f"Ulysses {self.split.ulysses} x Ring {self.split.ring}"
 
 
 def rank_stock_splits(scenario: Scenario) -> list[StockSplit]:
@@ -45,9 +43,8 @@ def rank_stock_splits(scenario: Scenario) -> list[StockSplit]:
     degree = scenario.topology.size
     estimates: dict[UlyssesRingSplit, StepEstimate | None] = {}
     for ulysses in ulysses_degrees(scenario.workload.heads, degree):
-        for placement in PLACEMENTS if 1 < ulysses < degree else (OUTER,):
-            split = UlyssesRingSplit(ulysses, degree // ulysses, placement)
-            estimates[split] = estimate_step(scenario, split, STOCK) if split.fits(scenario.topology) else None
+        split = UlyssesRingSplit(ulysses, degree // ulysses)
+        estimates[split] = estimate_step(scenario, split, STOCK) if split.fits(scenario.topology) else None
     costs = {split: estimate.cost for split, estimate in estimates.items() if estimate}
     best = min(costs.values())
     splits = [
@@ -67,13 +64,9 @@ def divide(splits: Iterable[StockSplit]) -> tuple[Sequence[StockSplit], Sequence
 
 
 def _neighboring_cost(split: UlyssesRingSplit, costs: dict[UlyssesRingSplit, float]) -> float:
-    """Return the lower cost of the aligned splits with the next smaller and the next larger Ulysses degree.
-
-    Pure Ulysses and a pure ring, which have no placement, are neighbors in either order.
-    """
-    comparable = [each for each in costs if each.placement == split.placement or 1 in (each.ulysses, each.ring)]
-    smaller = [each for each in comparable if each.ulysses < split.ulysses]
-    larger = [each for each in comparable if each.ulysses > split.ulysses]
+    """Return the lower cost of the aligned splits with the next smaller and the next larger Ulysses degree."""
+    smaller = [each for each in costs if each.ulysses < split.ulysses]
+    larger = [each for each in costs if each.ulysses > split.ulysses]
     nearest = [
         *([max(smaller, key=lambda each: each.ulysses)] if smaller else []),
         *([min(larger, key=lambda each: each.ulysses)] if larger else []),

@@ -106,6 +106,5 @@ def _stock_splits(cell: Cell) -> list[Variant]:
     return [
         Variant(f"{rule} {each.split.ulysses}x{each.split.ring}", each.split, RULES[rule])
         for each in measured
-        if each.split.placement == OUTER
         for rule in _STOCK_RULES
     ]
