@@ -13,7 +13,8 @@ def add_parser(subjects: Any) -> None:
         "tables",
         help="tables and pictures of the records of `bench cluster` in a folder",
         description="Prints the paper's table on Aurora, and speedups by machine and mode, as Markdown. Nothing is "
-        "measured. Predicted speedups are in italics; cells with --launch_us are left out.",
+        "measured. Where some speedups were measured, predicted ones are in italics. Cells with --launch_us are left "
+        "out.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of files that `bench cluster --json` wrote")
     parser.add_argument(
@@ -39,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
         cells = record_files.read_folder(options.folder, QualityRecord.read_all(options.quality or []))
         cells = record_files.with_own_launch_time(cells)  # a mean with CUDA graphs would be of no machine
         parts = {"paper-table": paper_table(cells), "speedup-table": speedup_table(cells)}
+        if all(cell["predicted"] for cell in cells):
+            parts = {name: [line.replace("*", "") for line in lines] for name, lines in parts.items()}
         if options.plot:
             pictures = frontier_chart.draw({"cells": cells}, options.plot)
             parts["frontier-pictures"] = page_tables.picture_lines(pictures, options.page or options.plot)

@@ -76,27 +76,28 @@ def test_models_without_flat_ulysses_are_compared_with_best_stock_and_in_no_mean
     assert entries(lines, "the paper: SD3.5, 2304 px, 48")[5] == "8.4"
 
 
-def test_speedups_by_machine_are_means_over_flat_and_best_stock() -> None:
+def test_speedups_by_machine_are_means_over_best_stock() -> None:
     cells = [
-        cell(row("stock", 2.0), row("best_stock", 1.0), row("exact", 0.5), row("fast", 0.5, valid=False)),
+        cell(row("best_stock", 1.0), row("exact", 0.5), row("fast", 0.5, valid=False)),
         cell(row("best_stock", 1.0), row("exact", 0.125), row("fast", 0.25), model="sd3.5-large"),
         cell(row("best_stock", 1.0, None), row("exact", 0.01, None), predicted=True),
         cell(row("best_stock", 1.0), row("balanced@slow_axes=gpu", 0.5), machine="pcie", nodes=1, ranks=8),
         cell(row("best_stock", 1.0, None), row("best_exact", 0.5, None), machine="arc-b60", ranks=8, predicted=True),
     ]
     lines = speedup_table(cells)
-    assert entries(lines, "`aurora`, 24") == [
-        "`aurora`, 24",
-        "2",
-        "4.00(1)/4.00",
-        "-",
-        "-",
-        "-",
-        "-/4.00(1)",
-        "-",
-    ]
-    assert entries(lines, "`pcie`, 8")[2:] == ["-", "-", "-/2.00", "-", "-", "-"]
-    assert entries(lines, "`arc-b60`, 8")[1:4] == ["1", "-", "-/*2.00*"]
+    assert entries(lines, "`aurora`, 24")[1:] == ["2", "4.00", "-", "-", "-", "4.00(1)", "-", "-"]
+    assert entries(lines, "`pcie`, 8")[2:] == ["-", "-", "2.00", "-", "-", "-", "-"]
+    assert entries(lines, "`arc-b60`, 8")[1:4] == ["1", "-", "*2.00*"]
+
+
+def test_tables_of_predictions_alone_have_no_italics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster-one.json").write_text(json.dumps({"cells": [PREDICTED]}))
+    (tmp_path / "cluster-two.json").write_text(json.dumps({"cells": [MEASURED]}))
+    assert cli.main(["bench", "tables", str(tmp_path)]) == 0
+    assert "*2.20*" in capsys.readouterr().out
+    (tmp_path / "cluster-two.json").unlink()
+    assert cli.main(["bench", "tables", str(tmp_path)]) == 0
+    assert "2.20" in (printed := capsys.readouterr().out) and "*" not in printed
 
 
 def test_tables_go_to_their_places_in_a_page() -> None:
@@ -151,7 +152,7 @@ def test_the_command_fills_a_page_and_draws_pictures(tmp_path: Path, capsys: pyt
     names = ("paper-table", "speedup-table", "frontier-pictures")
     page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in names))
     assert cli.main(["bench", "tables", str(tmp_path), "--page", str(page), "--plot", str(picture)]) == 0
-    assert "| `aurora`, 24 | 1 | - | - | -/2.00 |" in page.read_text()
+    assert "| `aurora`, 24 | 1 | - | - | 2.00 |" in page.read_text()
     assert "FLUX.1, 24 (best stock)" in capsys.readouterr().out
     assert picture.stat().st_size > 1000
     assert "\n![aurora](pictures/frontier-aurora.png)\n" in page.read_text()
