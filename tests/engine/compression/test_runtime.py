@@ -105,6 +105,27 @@ def test_values_are_kept_while_a_branch_follows() -> None:
     assert [follow(one, *[SIZES] * count) for count in (2, 2, 1, 1, 2, 2)] == [True, True, True, False, False, True]
 
 
+def test_values_are_kept_for_a_branch_after_a_longer_one() -> None:
+    """One branch of three is coded by itself; the memory of the values counts once."""
+    one, longer = runtime(), SIZES._replace(num_values=66)
+    one.begin_run(8)
+    assert [follow(one, SIZES, longer, SIZES) for _ in range(3)] == [True] * 3
+    each = [(SIZES, False), (longer, False), (SIZES, True)]
+    planned = [ReferenceBytes.of(sizes, one.schedule, 2, keeps_values=keeps).predicted for sizes, keeps in each]
+    assert one.planned_reference_bytes == sum(planned)
+
+
+def test_values_are_kept_where_a_cache_skips_steps_in_all_branches() -> None:
+    one, found = runtime(), []
+    one.begin_run(8)
+    for step in range(8):
+        if step % 2:
+            one.end_step()
+        else:
+            found.append(follow(one, SIZES, SIZES))
+    assert found == [True] * 4
+
+
 @pytest.mark.parametrize("reason", ["no memory", "other exchange"])
 def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: str) -> None:
     """A branch that is lossless for lack of memory, or gathers K and V where the first does not, needs none."""
@@ -304,15 +325,38 @@ def steps_with_errors(one: CodecRuntime, count: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("steps", "error"), [(1, 2), (3, 3)])
 def test_every_run_says_its_error_and_bits(device: str, steps: int, error: int) -> None:
-    """Over the tensors and all steps of the run, with the errors of FP8 and FP4 at the first step of the first."""
+    """Over the tensors and all steps of the run, with the errors of FP8 and FP4 at the first step of the first run."""
     logged: list[str] = []
     one = CodecRuntime(partition_on(device), "balanced", None, list, info=logged.append)
     for _ in range(2):
         one.begin_run(steps)
         steps_with_errors(one, steps)
         one.begin_run(3)  # without values, errors or a message
-    message = f"error {error}.00% (V {error}.00%) at 3.20 bits per value; FP8 1.00%; FP4 2.00% on the same tensors"
-    assert [line for line in logged if line.startswith("error")] == [message] * 2
+    message = f"error {error}.00% (V {error}.00%) at 3.20 bits per value; FP8 1.00%; FP4 2.00% on "
+    found = [line for line in logged if line.startswith("error")]
+    assert found == [f"{message}the same tensors", f"{message}those of the first run"]
+
+
+def test_a_run_that_was_interrupted_says_which_steps_its_error_covers() -> None:
+    logged: list[str] = []
+    one = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
+    one.begin_run(4)
+    steps_with_errors(one, 2)
+    one.begin_run(4, step=2)
+    steps_with_errors(one, 2)
+    [line] = [line for line in logged if line.startswith("error")]
+    assert "bits per value from step 3 on;" in line
+
+
+def test_a_tensor_that_is_not_finite_counts_once() -> None:
+    """Its yardsticks are not finite either."""
+    one = CodecRuntime(partition_on("cuda"), "balanced", None, list)
+    one.begin_run(2)
+    layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+    bad = quant_error(torch.nan, torch.nan)
+    layer_codecs.stats.quant_errors += [("fp8", bad), ("fp4", bad), ("v", bad)]
+    one.end_step()
+    assert [report.not_finite for report in one.reports] == [1] and not one.yardsticks
 
 
 @pytest.mark.parametrize("total", [None, 4])

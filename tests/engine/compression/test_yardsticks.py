@@ -46,6 +46,10 @@ def test_errors_are_those_of_the_nearest_numbers(name: str, typical: float) -> N
     assert found == pytest.approx(typical, rel=0.05)
 
 
+def test_tensors_without_rows_have_no_error() -> None:
+    assert not yardsticks.measure(torch.empty(2, 1, 8, 0, 64))
+
+
 def test_some_rows_stand_for_all() -> None:
     """Of a whole tensor (P, G, H, T, D), in the types of models."""
     values = torch.randn(2, 1, 8, 4096, 64, generator=torch.Generator().manual_seed(1)).bfloat16()

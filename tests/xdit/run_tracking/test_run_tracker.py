@@ -215,7 +215,7 @@ def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Sessi
 
 
 def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: RecordingListener, session: Session) -> None:
-    """Declared ones, and loops over an iterable."""
+    """Declared ones, loops over an iterable, and bars whose scheduler takes fewer steps than they say."""
     logged: list[str] = []
     session.runtime = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
 
@@ -240,6 +240,17 @@ def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: Record
         send()
         pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
     assert lines() == 2
+    pipe.scheduler.set_timesteps(2)
+    with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
+        send()
+        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
+        raise InterruptedError
+    assert lines() == 2
+    pipe.scheduler.set_timesteps(2)
+    with DiffusionPipeline.progress_bar(pipe, total=3):
+        send()
+        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
+    assert lines() == 3
 
 
 def test_the_innermost_run_is_the_newest(listener: RecordingListener, session: Session) -> None:

@@ -39,6 +39,8 @@ class LayerState:
     """Step of the layer's first call, at which it has no references."""
     last_step: int = 0
     """Step of the layer's last call."""
+    previous_step: int = -1
+    """Step of the one before, or -1."""
     batched_branches: int = 1
     """Number of branches in the batch of the layer's last call."""
 

@@ -26,20 +26,24 @@ def mode_in_use(mode: str, overrides: str | None, schedule: CodecSchedule, total
     )
 
 
-def error_of_run(errors: RunErrors, of_all_ranks: bool) -> str | None:
+def error_of_run(errors: RunErrors, first_step: int, of_all_ranks: bool, has_yardsticks: bool) -> str | None:
     """Return a message with the mean error of a run's tensors and their bits, or None if all were lossless.
 
     Args:
         errors: errors of the run.
-        of_all_ranks: whether they are those of all ranks, and not of this one.
+        first_step: first step that they cover, from 0: later ones of a run that was interrupted.
+        of_all_ranks: whether they are those of all ranks that share the sequence, and not of this one.
+        has_yardsticks: whether those of the errors were measured in this run, and not in an earlier one.
     """
     if errors.mean_error is None:
         return None
     of_tensors = ", ".join(f"{name.upper()} {error:.2%}" for name, error in sorted(errors.error.items()))
     message = f"error {errors.mean_error:.2%} ({of_tensors}) at {errors.bits:.2f} bits per value"
+    message += f" from step {first_step + 1} on" if first_step else ""
     message += "" if of_all_ranks else " on this rank"
     of_others = "".join(f"; {name.upper()} {error:.2%}" for name, error in errors.yardsticks.items())
-    return f"{message}{of_others} on the same tensors" if of_others else message
+    tensors = "the same tensors" if has_yardsticks else "those of the first run"
+    return f"{message}{of_others} on {tensors}" if of_others else message
 
 
 def uncoded(lossy: Sequence[LayerState], slow_axes: Iterable[str]) -> str | None:

@@ -65,14 +65,9 @@ class RunReporter:
         if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(states):
             self._log_once(self.info, run_messages.mode_in_use(self._mode, self._overrides, self._schedule, total))
 
-    def log_errors(self, errors: RunErrors, of_all_ranks: bool) -> None:
-        """Log the errors of a run, if it had any, however often they were logged before.
-
-        Args:
-            errors: the errors.
-            of_all_ranks: whether they are those of all ranks, and not of this one.
-        """
-        if message := run_messages.error_of_run(errors, of_all_ranks):
+    def log_errors(self, errors: RunErrors, first_step: int, of_all_ranks: bool, has_yardsticks: bool) -> None:
+        """Log the errors of a run, if it had any, however often; see :func:`run_messages.error_of_run`."""
+        if message := run_messages.error_of_run(errors, first_step, of_all_ranks, has_yardsticks):
             self.info(message)
 
     def _log_layers(

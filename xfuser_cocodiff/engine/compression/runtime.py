@@ -8,6 +8,7 @@ transformer, the references of the one before it are dropped.
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from statistics import fmean
 
 from xfuser_cocodiff.engine.compression import modes, reference_memory
@@ -41,7 +42,7 @@ class CodecRuntime:
         partition: slow and fast axes of the Ulysses group; None if it has no slow axis, or with virtual ranks.
         mode: a lossy mode, one of options.MODES.
         overrides: changes to the mode's schedule, in its notation.
-        sum_over_ranks: returns the sum over all ranks for each of some numbers.
+        sum_over_ranks: returns the sum over all ranks that share the sequence for each of some numbers.
         virtual_ranks: ranks to simulate instead of communication.
         memory_budget: bytes that link references may take on each rank; None for the default.
         info: logs what is normal.
@@ -140,7 +141,8 @@ class CodecRuntime:
         reports, is_last = self.reports, self.step == self.total
         sum_over_ranks = self._sum_over_ranks if is_last else list
         errors = RunErrors.of(reports, self.yardsticks, self.value_bytes, sum_over_ranks)
-        self.reporter.log_errors(errors, of_all_ranks=is_last)
+        has_yardsticks = any(each.yardstick_errors for each in reports)
+        self.reporter.log_errors(errors, self._first_step, is_last, has_yardsticks)
 
     def disable(self, reason: str) -> None:
         """Note that a layer of this run is unsupported and stays lossless."""
@@ -302,18 +304,17 @@ class CodecRuntime:
 
         Whether there are others is not known in the first step. If previous references are planned, there is memory
         then for values of up to two bytes: no reference has a previous one yet. In later steps, memory is planned with
-        the first branch that follows, and that branch makes use of it if it is coded in the same way and was not left
-        out of the last step.
+        the first branch that follows in the same way, and branches make use of it unless they were left out when the
+        leading one was called last.
         """
         if branch or not self.schedule.joint:
             return False
         if self.step == self._first_step:
             has_memory = math.isinf(self._budget) or self._states[key, branch].sizes.value_bytes <= 2
             return self._predicts and has_memory
-        follower = self._states.get((key, 1))
-        if follower is None or follower.is_exact or follower.last_step < self.step - 1:
-            return False
-        return self._leader_of(follower, key, 1) is not None
+        previous_step = self._states[key, 0].previous_step
+        followers = takewhile(bool, (self._states.get((key, each)) for each in count(1)))
+        return any(each.last_step >= previous_step and self._leader_of(each, key, 1) for each in followers)
 
     def _state_of(
         self,
@@ -332,11 +333,14 @@ class CodecRuntime:
         if (key, branch) not in self._states:
             leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
             # The first branch that follows another counts the values that are kept for all.
-            keeps_values = bool(leader) and branch == 1 and (leader.sizes, leader.gathers_kv) == (sizes, gathers_kv)
-            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, keeps_values)
-            self._states[key, branch].first_step = self.step
+            others = [self._states[key, each] for each in range(branch)] if leader else []
+            keeps_values = [(each.sizes, each.gathers_kv) == (sizes, gathers_kv) for each in others]
+            is_first = bool(keeps_values) and keeps_values[0] and not any(keeps_values[1:])
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, is_first)
+            self._states[key, branch].first_step = self._states[key, branch].last_step = self.step
         state = self._states[key, branch]
-        state.last_step = self.step
+        if state.last_step != self.step:
+            state.previous_step, state.last_step = state.last_step, self.step
         if state.batched_branches != batched_branches:  # references of one branch would fit the values of another
             state.link_states.clear()
             state.ring_link_states.clear()

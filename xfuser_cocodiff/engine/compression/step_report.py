@@ -53,7 +53,7 @@ class StepReport:
 
 
 class RunErrors(NamedTuple):
-    """Errors and bits of a run: in the log those of all ranks, in records those of one, and named as there."""
+    """Errors and bits of a run, named as in records. The log has those of all ranks of a sequence, records of one."""
 
     mean_error: float | None
     """Mean error over all tensors that were sent lossy, layers, branches and steps, keyframes and layers without
@@ -119,7 +119,7 @@ class StartedReport:
         not_finite = 0
         for (layer, letter, is_counted), (error_energy, value_energy) in zip(self.names, readout.read(), strict=True):
             if not math.isfinite(error_energy):
-                not_finite += 1
+                not_finite += letter not in YARDSTICKS
                 continue
             error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
             if letter in YARDSTICKS:

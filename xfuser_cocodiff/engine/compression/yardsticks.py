@@ -20,6 +20,8 @@ _SAMPLED_ROWS = 1024
 
 def measure(values: torch.Tensor) -> dict[str, QuantError]:
     """Return the error of each yardstick on values (..., D), estimated from some rows."""
+    if not values.numel():
+        return {}
     rows = values.flatten(0, -2)
     rows = rows[:: max(1, len(rows) // _SAMPLED_ROWS)].float()
     found = {FP8: round_to_fp8(rows)}

@@ -94,7 +94,7 @@ class RunTracker:
             if iterable is None:
                 # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
                 run = self.begin(owner, total and total * getattr(owner, "order", 1))
-                return _with_callback(original(pipeline, total=total), lambda: self.end(run))
+                return _with_callback(original(pipeline, total=total), functools.partial(self.end, run))
             run = self.begin(owner, len(iterable) if isinstance(iterable, Sized) else total)
             run.may_be_abandoned = True
             return original(pipeline, _TrackedIterable(iterable, lambda: self.end(run, is_complete=True)), total)
@@ -155,8 +155,13 @@ class _TrackedIterable:
         self._on_end()
 
 
-def _with_callback(bar: Any, on_close: Callable[[], None]) -> Any:
-    """Add a callback to a progress bar when it is closed, also where it is not displayed, as on most ranks."""
+def _with_callback(bar: Any, on_close: Callable[[bool], None]) -> Any:
+    """Add a callback to a progress bar when it is closed, also where it is not displayed, as on most ranks.
+
+    Args:
+        bar: the progress bar.
+        on_close: called with whether a `with` block is known to have ended without an exception.
+    """
     cls: Any = type(bar)
     bar.__class__, bar.on_close = _class_with_callback(cls), on_close
     return bar
@@ -165,8 +170,12 @@ def _with_callback(bar: Any, on_close: Callable[[], None]) -> Any:
 @functools.cache
 def _class_with_callback(cls: Any) -> type:
     class TrackedBar(cls):
+        def __exit__(self, exception: type[BaseException] | None, *more: Any) -> Any:
+            self.on_close(exception is None)
+            return super().__exit__(exception, *more)
+
         def close(self) -> None:
-            self.on_close()
+            self.on_close(False)
             super().close()
 
         def __del__(self) -> None:  # no callback: ranks may free it at different times
