@@ -85,7 +85,7 @@ def test_a_lossy_variant_without_psnr_is_named_and_not_drawn() -> None:
     lossy = {**row("best_balanced", 2.0), "lossless": False}
     panel = only_panel(cell(BEST, lossy))
     assert [each.mode for each in panel.points] == ["best_stock"]
-    assert panel.without_psnr == ["balanced, own split"]
+    assert panel.without_psnr == ["balanced, fastest split"]
 
 
 def test_rows_that_repeat_another_one_in_all_cells_are_not_drawn() -> None:

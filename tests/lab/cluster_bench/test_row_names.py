@@ -16,7 +16,7 @@ from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
         ("stock", "stock, flat Ulysses"),
         ("best_stock", "best stock"),
         ("exact", "exact"),
-        ("best_exact", "exact, own split"),
+        ("best_exact", "exact, fastest split"),
         ("paper", "V-Major (paper)"),
         ("fp4", "FP4 (LightX2V)"),
         ("exact@v_first=off@head_groups=1", "hierarchical all-to-all alone"),

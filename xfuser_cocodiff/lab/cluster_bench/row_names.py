@@ -12,8 +12,8 @@ _NAMES = {
     TAPA: "hierarchical all-to-all alone",
     TAPA_AND_V_MAJOR: "V-Major without V-First",
     "paper": "V-Major (paper)",
-    **{best: f"{mode}, own split" for best, mode in BEST_MODES.items()},
-    "best_paper": "V-Major (paper), own split",
+    **{best: f"{mode}, fastest split" for best, mode in BEST_MODES.items()},
+    "best_paper": "V-Major (paper), fastest split",
 }
 _FLAGS = {
     "v_first=off": "no V-First",
