@@ -11,7 +11,6 @@ from triton.runtime import driver
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression import codec_check, message
-from xfuser_cocodiff.engine.compression import codecs as coding
 from xfuser_cocodiff.engine.compression.loopback import Loopback
 
 KERNELS = "encode_kernel", "decode_kernel"
@@ -35,7 +34,6 @@ def as_on_accelerators() -> Iterator[None]:
         mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON),
         mock.patch.object(codec_check, "_failure_of_step", send),
         mock.patch.object(message, "_carries_flag", lambda buffer: False),
-        mock.patch.object(coding, "_without_ones", lambda scales: scales),
     ):
         yield
 

@@ -28,8 +28,6 @@ _GROUPS, _HEADS, _TOKENS = 2, 4, 512
 """Sizes of the values: full blocks of the kernels."""
 _CHANGE = 0.05
 """Change of the values from step to step, relative to the values."""
-_MAX_OCTAVES = 6
-"""Largest size of a channel relative to the smallest, as a power of two."""
 _BRANCH_DIFFERENCE = 0.2
 """Difference of the following branch's values to the leading one's, relative to the values."""
 _DIFFERENT, _ENERGY_TOLERANCE = 0.01, 0.01
@@ -103,16 +101,10 @@ def _failure_of_run(
 ) -> str | None:
     """Return what is wrong in a run of some steps with values (P, G, H, T, D), or None."""
     generator = torch.Generator().manual_seed(0)
-
-    # Channels of other sizes in each slot and head, so that they have scales.
-    slots, _, heads, _, dim = shape
-    sizes = 2.0 ** torch.randint(0, _MAX_OCTAVES + 1, (slots, 1, heads, 1, dim), generator=generator)
-
-    def draw() -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * sizes).to(device)
-
     names = "".join(run.messages)
-    first, change, difference = ({name: draw() for name in names} for _ in range(3))
+    first, change, difference = (
+        {name: torch.randn(shape, generator=generator).to(device) for name in names} for _ in range(3)
+    )
     leading = Loopback(run.messages, run.joint)
     following = Loopback(run.messages, run.joint, leading)
     for step, codecs in enumerate(run.steps):
