@@ -149,7 +149,7 @@ def mean_bytes(rank: int, name: str, resolution: int, mode: str) -> float:
     schedule = modes.PRESETS[mode]
     bits = assumed_change.bits_of(schedule, steps)
     shape = (1, workload.heads, -(-workload.tokens(resolution) // 8), workload.head_dim)
-    joint, branches = (schedule.joint, 2) if workload.is_guided else (0.0, 1)
+    joint, branches = (schedule.joint, 2) if workload.calls * workload.rows_per_image > 1 else (0.0, 1)
     codecs_of = [schedule.codecs(step, steps, bits[step]) for step in (0, 1, steps // 2)]
     calls = calls_of(GATHERED, False, codecs_of, shape, topology=NODES, joint=joint)
     moved = [kernels_and_others(counted)[0] + counted["aten.clone.default"] for _, counted in calls]

@@ -128,28 +128,3 @@ def test_branches_in_one_batch_of_a_ring_decode_what_the_definition_says(
     sizes: str, schedule: str, branches: int
 ) -> None:
     assert_equal_ends(ranks.run(run_batched, Topology.parse(sizes).size, sizes, schedule, branches))
-
-
-def run_different_lengths(rank: int) -> list[tuple]:
-    """Gather K and V of two branches with texts of different lengths; return the references of both ends."""
-    mesh, partition = over("node=2")
-    runtime = CodecRuntime(None, "balanced", SCHEDULE, list, ring_partition=partition)
-    runtime.begin_run(STEPS)
-    for step in range(STEPS - 1):
-        for branch in range(2):
-            wholes = contents(branch, branch, step, "shorter", 2)
-            query, *mine = (wholes[name].chunk(2, 2)[rank].contiguous() for name in "qkv")
-            layer_codecs = runtime.ring_codecs("attn", 1, branch, LayerSizes.of(query, *mine))
-            [(source, block)] = gather(mine, mesh, layer_codecs).items()
-            for name, arrived in zip("kv", block, strict=True):
-                values = wholes[name].chunk(2, 2)[source]
-                assert (arrived - values).norm() < 0.1 * values.norm()
-        runtime.end_step()
-    return ends(runtime)
-
-
-def test_branches_of_different_lengths_are_coded_by_themselves_in_a_ring() -> None:
-    near, far = ranks.run(run_different_lengths, 2)
-    for (sent, received, weight), (sent_there, received_there, _) in zip(near, far, strict=True):
-        assert torch.equal(sent, received_there) and torch.equal(received, sent_there)
-        assert weight == 0

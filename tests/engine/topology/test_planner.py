@@ -297,17 +297,6 @@ def test_lossless_layers_try_to_gather_where_the_bytes_or_padded_heads_are_fewer
     assert not planner.gather_pays(eight, ["node"], [size, size / 4, size / 4], [size, size / 4, size / 4])
 
 
-def test_time_of_encoded_values_is_that_of_their_bytes_on_the_slow_axis() -> None:
-    """Each of two ranks of a node sends as much as others receive; of a gather all coordinates get the same bytes."""
-    profile = profile_of([4, 2], [1e6, 1e12], latency=0.0, launch=0.0)
-    slow_axes = (profile.topology.axes[0].name,)
-    sent_bytes = 3 * 2e6
-    for is_gather in (False, True):
-        assert planner.slow_axes_seconds(profile, sent_bytes, slow_axes, is_gather) == pytest.approx(6.0, rel=1e-6)
-    slow = profile_of([4, 2], [1e6, 1e12], latency=0.5, launch=0.0)
-    assert planner.slow_axes_seconds(slow, sent_bytes, slow_axes, False) == pytest.approx(6.0 + 3 * 0.5, rel=1e-6)
-
-
 def test_blocks_of_a_coded_ring_cross_the_fast_axes_once() -> None:
     """After those of other nodes have been decoded, a rank sends them and its own block to the others of its node."""
     machine = profile_of([3, 4], [1e8, 1e9], 0, 0)

@@ -297,25 +297,6 @@ def ring_stages(
     ]
 
 
-def slow_axes_seconds(profile: Profile, sent_bytes: float, slow_axes: Sequence[str], is_gather: bool) -> float:
-    """Return the predicted time of encoded values on slow axes that have several ranks, by the best plan.
-
-    Args:
-        profile: link profile of all axes.
-        sent_bytes: encoded bytes that a rank sends to other coordinates on the slow axes.
-        slow_axes: names of the slow axes.
-        is_gather: whether each of these gets the same values, as K and V in a gather or a ring.
-    """
-    slow, _ = divide_axes(profile, slow_axes)
-    assert slow
-    others = slow.topology.size - 1
-    if is_gather:
-        block_bytes = sent_bytes / others
-        return gather_seconds(slow, choose_gather_plan(slow, block_bytes), block_bytes)
-    message_bytes = sent_bytes * slow.topology.size / others
-    return all_to_all_seconds(slow, choose_plan(slow, message_bytes), message_bytes)
-
-
 def divide_axes(profile: Profile, slow_axes: Sequence[str]) -> tuple[Profile | None, Profile | None]:
     """Return the profiles of the slow axes and of the others; None for axes with one rank in all."""
 

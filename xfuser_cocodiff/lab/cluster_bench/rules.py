@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from xfuser_cocodiff.lab.cluster_bench.coded_ulysses import CodedUlysses, UlyssesCodes
-from xfuser_cocodiff.lab.cluster_bench.coding_kernels import residual_bytes
 from xfuser_cocodiff.lab.cluster_bench.ring_rules import ResidualRing, gathered_attention
 from xfuser_cocodiff.lab.comparison import quality
 from xfuser_cocodiff.lab.comparison.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
@@ -63,24 +62,6 @@ class Rule:
     def is_lossless(self) -> bool:
         """Whether K, V, Q and O arrive as they were sent."""
         return self.quality_case is None
-
-    def bytes_per_value(self, letter: str, head_dim: int, itemsize: int = 2) -> float:
-        """Return the bytes of one value of q, k, v or o in the all-to-alls of Ulysses.
-
-        Args:
-            letter: one of "qkvo".
-            head_dim: number of values of a row.
-            itemsize: bytes of a value that is not encoded.
-        """
-        codes = self.ulysses or UlyssesCodes()
-        return codes.row_bytes(letter, head_dim, itemsize) / head_dim
-
-    def ring_bytes_per_value(self, shape: tuple[int, int, int, int], itemsize: int = 2) -> float:
-        """Return the bytes of one value of K and V (B, H, S, D) of a rank in a ring, after the first step."""
-        if self.ring != RESIDUALS:
-            return float(itemsize)
-        batch, heads, tokens, dim = shape
-        return residual_bytes((2, *shape)) / (2 * batch * heads * tokens * dim)
 
     @contextmanager
     def running(self) -> Iterator[Callable[[], None]]:

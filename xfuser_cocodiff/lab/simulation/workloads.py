@@ -61,11 +61,6 @@ class Workload:
     """Whether stock xDiT sends Q, K and V in one all-to-all; else in three."""
 
     @property
-    def is_guided(self) -> bool:
-        """Whether each step has several branches of classifier-free guidance."""
-        return self.calls * self.rows_per_image > 1
-
-    @property
     def layers(self) -> int:
         """Number of layers."""
         return sum(kind.count for kind in self.kinds)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.topology import launcher
-from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import host_clock, long_context, pipefusion, ray_cluster
@@ -104,11 +103,6 @@ def detect() -> Platform | None:
     ):
         return _shared(accelerator.type)
     return make() if make else None
-
-
-def has_native_support() -> bool:
-    """Return whether the installed xDiT runs on CPU and XPU without patches."""
-    return symbol_lookup.find_symbol(*_NATIVE_SUPPORT) is not None
 
 
 def _cpu() -> Platform:

@@ -58,11 +58,6 @@ class StepTuner:
         """Start time of the current step; None where the step is not timed."""
 
     @property
-    def is_undecided(self) -> bool:
-        """Whether a layer that has run in the current step has no choice yet."""
-        return any(each.calls and each.chosen is None for each in self._candidates())
-
-    @property
     def settled(self) -> bool:
         """Whether there are candidates, and all of the last step with any are chosen."""
         return bool(self._last) and all(each.chosen is not None for each in self._last)
