@@ -148,14 +148,13 @@ def _send_values(tensor: CodedTensor) -> QuantError | None:
         sent = values if tensor.active is None else tensor.active.select(values)
         rows.write_remote_slots(tensor.payload.view(values.dtype), sent.flatten(1), tensor.local_slots)
     if tensor.codec.is_exact:
-        tensor.reference.advance(values)
+        reference.advance(values)
         reference.last_values = None  # the reference is of this step
         tensor.rebase()
         return None
     if tensor.active is not None:
-        tensor.reference.advance(tensor.active.replace(reference.values, sent))
-    error = QuantError(energy(values - reference.values), energy(values))
-    return error
+        reference.advance(tensor.active.replace(reference.values, sent))
+    return QuantError(energy(values - reference.values), energy(values))
 
 
 def _receive_values(tensor: CodedTensor) -> None:
@@ -170,7 +169,7 @@ def _receive_values(tensor: CodedTensor) -> None:
             shape[3] = tensor.active.count
             received = tensor.active.replace(reference.values, payload.view(shape))
         rows.write_remote_slots(target, received, tensor.local_slots)
-        tensor.reference.advance(received)
+        reference.advance(received)
         tensor.rebase()
     else:
         rows.write_remote_slots(target, decoded_values(reference, tensor.lead), tensor.local_slots)

@@ -3,9 +3,9 @@
 The error of a residual is the distortion of its grid times the norm of the residual, which changes little from one step
 to the next. So the error of the last known step over the distortion of its bits, times the distortion of others, is
 what these would leave. All layers of a step have the same bits: equal errors in all layers and steps would cost more
-bits for the same picture, since large changes at the ends of a run matter less than they cost.
+bits for the same image, since large changes at the ends of a run matter less than they cost.
 
-What a step leaves unused of the target, or exceeds it by, the next ones may use, or make up for, within limits.
+Where the error of a step is below or above the target, later steps make up for it, within limits.
 """
 
 from dataclasses import dataclass, field

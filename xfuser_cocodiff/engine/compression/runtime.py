@@ -130,14 +130,13 @@ class CodecRuntime:
 
         Args:
             is_complete: whether it was not aborted. Its errors are then logged: those of all ranks after the last step,
-                which every rank reaches; those of this rank if it ends elsewhere, where others might not follow.
+                which every rank reaches; else those of this rank, since others might not call the collective.
         """
         was_running, self.is_running = self.is_running, False
         self._states.clear()
         if not (was_running and is_complete):
             return
-        # The host may wait for the last errors, once: no step is left whose launches would be late, and the pipeline
-        # soon waits for the latents itself.
+        # The host may wait for the last errors: no step is left whose launches would be late.
         reports, is_last = self.reports, self.step == self.total
         sum_over_ranks = self._sum_over_ranks if is_last else list
         errors = RunErrors.of(reports, self.yardsticks, self.value_bytes, sum_over_ranks)
@@ -289,8 +288,10 @@ class CodecRuntime:
         )
 
     def _leader_of(self, state: LayerState, key: Hashable, branch: int) -> LayerState | None:
-        """Return a layer's state in the branch that leads another one; None where each is coded by itself, as where
-        their texts have different lengths."""
+        """Return a layer's state in the branch that leads another one; None where each is coded by itself.
+
+        So are branches whose texts have different lengths.
+        """
         leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
         of_both = {
             (each.is_exact, each.has_references, each.single_stage, each.gathers_kv, each.sizes)

@@ -56,8 +56,8 @@ class RunErrors(NamedTuple):
     """Errors and bits of a run, named as in records. The log has those of all ranks of a sequence, records of one."""
 
     mean_error: float | None
-    """Mean error over all tensors that were sent lossy, layers, branches and steps, keyframes and layers without
-    references included, which rate control does not count; None if all were lossless."""
+    """Mean error over lossy tensors, layers, branches and steps; None if all were lossless. It counts keyframes and
+    layers without references, unlike rate control."""
     error: dict[str, float]
     """Mean error of each tensor, by its letter."""
     bits: float | None
@@ -73,7 +73,7 @@ class RunErrors(NamedTuple):
         value_bytes: int,
         sum_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> "RunErrors":
-        """Return those of the steps of a run.
+        """Return the errors and bits of a run.
 
         Args:
             reports: reports of its steps.

@@ -1,4 +1,4 @@
-"""Yardsticks of errors: what FP8 and FP4, formats that other systems compute and send in, lose of the same tensors."""
+"""Yardsticks: errors of FP8 and FP4, in which other systems compute and send, on the same tensors."""
 
 import torch
 
@@ -9,7 +9,7 @@ FP8, FP4 = YARDSTICKS = ("fp8", "fp4")
 _FP8 = torch.float8_e4m3fn
 _FP8_LARGEST, _FP8_SMALLEST = torch.finfo(_FP8).max, 2**-9
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Scale of zeros, which could not be divided by zero."""
+"""Scale of zeros, so that none is divided by zero."""
 _FP4_BLOCK, _FP4_LARGEST = 16, 6.0
 _FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_THRESHOLDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -39,8 +39,8 @@ def round_to_fp8(rows: torch.Tensor) -> torch.Tensor:
 def round_to_fp4(rows: torch.Tensor) -> torch.Tensor:
     """Return float32 rows (..., D), D divisible by 16, rounded to NVFP4.
 
-    That is FP4 (e2m1) with an FP8 (e4m3) scale of 16 values and a float32 scale of the tensor, without which the scales
-    of small values would be small FP8 numbers of few bits, or zero.
+    That is FP4 (e2m1) with an FP8 (e4m3) scale of 16 values and a float32 scale of the tensor. Without the latter,
+    scales of small values would have few bits in FP8, or be zero.
     """
     tensor_scale = (rows.abs().amax() / (_FP8_LARGEST * _FP4_LARGEST)).clamp(min=_SMALLEST_SCALE)
     blocks = (rows / tensor_scale).unflatten(-1, (-1, _FP4_BLOCK))

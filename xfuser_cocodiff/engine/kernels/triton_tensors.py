@@ -40,9 +40,9 @@ class RowShape:
 def unspecialized(size: int) -> int:
     """Return the argument that stands for a size.
 
-    Triton compiles a kernel anew for integers that are 1 and for those that are divisible by 16. So kernels would be
-    compiled for each number of tokens, samples and ranks, for seconds in the middle of a run. An odd number from 3 is
-    neither.
+    Triton compiles another variant of a kernel for integers that are 1 and for those that are divisible by 16. So
+    kernels would be compiled for each number of tokens, samples and ranks, for seconds in the middle of a run. An odd
+    number from 3 is neither.
     """
     return 2 * size + 3
 

@@ -19,7 +19,7 @@ PUBLISHED = (
 """Norm of the change of K and V between two steps over that of K and V: FLUX.1-dev, mean of 57 blocks, 1024 px, 28
 steps (data files of github.com/Cobalt-27/CompactFusion, `compact_plot/sim_norm_dump`)."""
 STEPS = len(PUBLISHED) + 1
-"""Number of steps of the published run, which predictions assume of a run unless another is given."""
+"""Number of steps of the published run; predictions assume it by default."""
 DESCRIPTION = "the published change per step of FLUX.1-dev"
 
 

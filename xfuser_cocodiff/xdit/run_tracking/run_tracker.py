@@ -74,7 +74,12 @@ class RunTracker:
                 listener.end_step(latents)
 
     def end(self, run: Run, is_complete: bool = False) -> None:
-        """End a run; `is_complete` tells that it was not aborted, where that is known."""
+        """End a run.
+
+        Args:
+            run: the run.
+            is_complete: whether it is known that it was not aborted.
+        """
         active().runs.end(run, is_complete)
 
     def close(self) -> None:

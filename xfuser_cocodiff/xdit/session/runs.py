@@ -149,7 +149,7 @@ class Runs:
 
         Args:
             run: the newest when not given.
-            is_complete: whether it is known to be complete, whatever its number of steps; its errors are then logged.
+            is_complete: whether it is known that it was not aborted; its errors are then logged.
         """
         run = run or self.newest
         if run not in self._open:
