@@ -226,8 +226,8 @@ def codec_for(
 ) -> Codec:
     """Return the codec of a tensor (L, G, H, T, D).
 
-    It is the keyframe codec if there is no reference, not even the leading branch's where it is one of the difference,
-    or if the last collective never ended. It sends all tokens of Q or K if V has no selection for them. The result
+    It is the keyframe codec if the last collective never ended, or if there is no reference. One of a difference to the
+    leading branch also needs that branch's. It sends all tokens of Q or K if V has no selection for them. The result
     depends on shapes and earlier collectives only, which are equal on all ranks.
     """
     codec, link_state = layer_codecs.codecs[name[0]], layer_codecs.link_state(name, head_group)

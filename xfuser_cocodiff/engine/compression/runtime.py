@@ -305,8 +305,8 @@ class CodecRuntime:
 
         Whether there are others is not known in the first step. If previous references are planned, there is memory
         then for values of up to two bytes: no reference has a previous one yet. In later steps, memory is planned with
-        the first branch that follows in the same way, and branches make use of it unless they were left out when the
-        leading one was called last.
+        the first branch that follows in the same way. Branches use it unless they were left out when the leading one
+        was called last.
         """
         if branch or not self.schedule.joint:
             return False

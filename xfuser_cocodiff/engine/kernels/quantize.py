@@ -1,7 +1,7 @@
 """Quantizers: packed low-bit residuals, and int8 link references.
 
-:func:`quantize` uses uniform levels whose width follows the root mean square of a row, or a fraction of its maximum
-where that is larger, so that outliers are clipped less. From 16 levels on it follows the maximum, so that none is
+:func:`quantize` uses uniform levels whose width follows the root mean square of a row. Where a fraction of the maximum
+is larger, it follows that, so that outliers are clipped less. From 16 levels on it follows the maximum, so that none is
 clipped; fewer levels would be too wide for that. Encoder and decoder compute decoded values by the same operations: the
 encoder knows the receiver's values bit for bit.
 
