@@ -204,7 +204,7 @@ def test_failure_of_one_rank_is_the_error_of_all() -> None:
         assert isinstance(result, RankError) and "link probe failed on 1 of 2 ranks (rank 1: " in str(result)
 
 
-def test_links_are_measured_without_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_measured_without_the_codec() -> None:
     for profile in ranks.run(measure_without_codec, 2):
         assert profile.codec_bytes_per_second == 0 and profile.slow_axes == ()
         assert Profile.from_json(profile.to_json()) == profile

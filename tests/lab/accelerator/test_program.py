@@ -25,11 +25,6 @@ def test_patterns_give_the_group_of_every_rank(axes: tuple[int, ...]) -> None:
         assert [list(pattern.members(rank)) for rank in range(len(places))] == groups
 
 
-def _differ_along(one: tuple[int, ...], other: tuple[int, ...]) -> set[int]:
-    """Return the axes along which two places differ."""
-    return {axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
-
-
 def test_ranks_that_do_not_repeat_are_refused() -> None:
     with pytest.raises(ValueError, match="does not repeat"):
         GroupPattern.of([0, 1, 3])

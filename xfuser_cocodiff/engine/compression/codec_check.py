@@ -129,7 +129,7 @@ def _failure_of_step(
     kernels.use(kernels.TORCH)
     expected, expected_stats = expected_layer.send(values, codecs, step=step)
     for name in values:
-        reason = _difference(layer, expected_layer, name, codecs[name], decoded[name], expected[name])
+        reason = _difference(layer, expected_layer, name, decoded[name], expected[name])
         if reason:
             return f"{name.upper()} at {codecs[name]}: {reason}"
     energies, expected_energies = (
@@ -145,7 +145,6 @@ def _difference(
     layer: Loopback,
     expected_layer: Loopback,
     name: str,
-    codec: Codec,
     decoded: torch.Tensor,
     expected: torch.Tensor,
 ) -> str | None:

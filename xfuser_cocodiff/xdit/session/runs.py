@@ -63,7 +63,7 @@ class Runs:
         runtime: returns the runtime of the codecs; None where all communication is lossless.
         reset_branches: counts the branches of all transformers from zero.
         all_agree: returns whether all ranks pass the same value; a collective.
-        on_begin: called with the number of steps of a run that begins; None where it is unknown.
+        on_begin: called when a run begins.
         on_step: called after each step of the newest run.
     """
 
@@ -72,7 +72,7 @@ class Runs:
         runtime: Callable[[], CodecRuntime | None],
         reset_branches: Callable[[], None],
         all_agree: Callable[[object], bool] = lambda value: True,
-        on_begin: Callable[[int | None], None] = lambda total: None,
+        on_begin: Callable[[], None] = lambda: None,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._reset_branches, self._all_agree = runtime, reset_branches, all_agree
@@ -108,7 +108,7 @@ class Runs:
         run = Run(total or None, owner)
         self._open.append(run)
         self._encode(run)
-        self._on_begin(run.total)
+        self._on_begin()
         return run
 
     def end_step(self, run: Run | None = None) -> None:

@@ -240,7 +240,7 @@ class Session:
         self.abandon_traced_call()
         self.layers.end_step()
 
-    def _begin_run(self, total: int | None) -> None:
+    def _begin_run(self) -> None:
         self.layers.begin_run()
         if self.schedule_tuner:
             self.schedule_tuner.begin_run()

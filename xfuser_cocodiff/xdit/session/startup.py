@@ -297,14 +297,14 @@ def _check_groups(session: Session, group: dist.ProcessGroup, ring_group: dist.P
     for each, setup in ((group, session.comm_setup), (ring_group, session.ring_setup)):
         if each and setup:
             rank, size = dist.get_rank(each), dist.get_world_size(each)
-            plan_check.check(list(_checked_meshes(setup, rank, size)), rank, size, host_group)
+            plan_check.check(list(_checked_meshes(setup, size)), rank, size, host_group)
     if session.runtime:
         session.ranks = dist.get_process_group_ranks(group)
         session.ring_ranks = dist.get_process_group_ranks(ring_group) if ring_group else []
         session.reference_check = ReferenceCheck(host_group)
 
 
-def _checked_meshes(setup: CommSetup, rank: int, size: int) -> Iterator[CheckedMesh]:
+def _checked_meshes(setup: CommSetup, size: int) -> Iterator[CheckedMesh]:
     """Yield the meshes of a group, and their ranks by number in the group."""
     yield CheckedMesh(setup.mesh, range(size))
     if setup.flat_mesh:
