@@ -1,6 +1,7 @@
 """`cocodiff quality`: codecs on the small trained model, and the command line."""
 
 import argparse
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import quality as quality_command
+from xfuser_cocodiff.engine.compression.modes import PRESETS
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -160,6 +162,26 @@ def evaluate_exchange(rank: int, virtual: str, a2a: str) -> dict:
     config = replace(CONFIG, virtual=topology, plan=None if a2a == "auto" else Plan.parse(a2a, topology))
     evaluator = quality.QualityEvaluator("SD3.5", config, seeds=1, steps=2, size=64, dtype=torch.float32)
     return quality.measure(evaluator, EXCHANGE_CASES[:num_cases], [], lambda case: None)[0]
+
+
+def errors_of_modes(rank: int, model: str, steps: int) -> dict[str, float]:
+    """Return the mean error of a run in each mode that promises one."""
+    evaluator = quality.QualityEvaluator(model, CONFIG, seeds=1, steps=steps, size=128, dtype=torch.float32)
+    cases = {mode: quality.CodecCase(mode, None, sweep=False) for mode, each in PRESETS.items() if each.error}
+    return {mode: evaluator.generate(case).errors["mean_error"] for mode, case in cases.items()}
+
+
+MODEL_STEPS = [*itertools.product(("FLUX.1-dev", "SD3.5", "Wan2.1-T2V"), (4, 8, 20, 50))]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(("model", "steps"), slow_but([("FLUX.1-dev", 8)], MODEL_STEPS))
+def test_modes_keep_the_error_that_they_promise(model: str, steps: int) -> None:
+    """On trained models, whose change per step nothing in rate control knows."""
+    [errors] = ranks.run(errors_of_modes, 1, model, steps)
+    assert errors.keys() == {"balanced", "fast"} and 0 < errors["balanced"] < errors["fast"]
+    for mode, error in errors.items():
+        assert error <= (1.1 if steps >= 8 else 1.3) * PRESETS[mode].error
 
 
 @pytest.mark.usefixtures("hub")
