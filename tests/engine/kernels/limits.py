@@ -8,10 +8,8 @@ class Limits(NamedTuple):
 
     registers: int
     """Registers of a thread, at most."""
-    encode_spilled: int
-    """Bytes that a thread of the encoder spills, at most."""
-    decode_spilled: int
-    """Those of the decoder."""
+    spilled: int
+    """Bytes that a thread spills, at most."""
     access: str
     """Widest access to memory, in PTX: v4.b32 has 16 bytes."""
     encode_instructions: int
@@ -21,12 +19,12 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "3.4": Limits(64, 24, 0, "v4.b32", 103, 62),
-    "3.5": Limits(64, 32, 0, "v4.b32", 106, 64),
-    "3.6": Limits(64, 24, 0, "v4.b32", 106, 64),
-    "3.7": Limits(64, 32, 0, "v4.b32", 106, 65),
-    "3.8": Limits(64, 48, 0, "v4.b32", 107, 64),
-    "3.9": Limits(64, 40, 8, "v4.b32", 105, 67),
+    "3.4": Limits(64, 0, "v4.b32", 99, 60),
+    "3.5": Limits(64, 0, "v4.b32", 100, 61),
+    "3.6": Limits(64, 0, "v4.b32", 99, 61),
+    "3.7": Limits(64, 0, "v4.b32", 102, 62),
+    "3.8": Limits(64, 0, "v4.b32", 101, 62),
+    "3.9": Limits(64, 0, "v4.b32", 101, 64),
 }
 """Limits by Triton, oldest first."""
 
