@@ -112,7 +112,7 @@ OPTIONS = {
         Options("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
         Options("node=4,gpu=2", "hierarchical:node,gpu", "node=4,gpu=2"),
         Options("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
-        Options("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*", "node=2,tile+gpu=4"),
+        Options("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node", "node=2,tile+gpu=4"),
     ],
 }
 """Options to test, by degree."""
