@@ -285,7 +285,8 @@ def run_features(rank: int, model: str, cases: list[Case]) -> tuple[list[BitsRun
         schedule = modes.PRESETS[mode]
         schedule = CodecSchedule.parse(overrides, schedule) if overrides else schedule
         bits = [report.bits for report in coding.runtime.reports]
-        exact_steps = [all(codec.is_exact for codec in codecs_of(schedule, step).values()) for step in range(STEPS)]
+        of_steps = [codecs_of(schedule, step, bits[step]) for step in range(STEPS)]
+        exact_steps = [all(codec.is_exact for codec in codecs.values()) for codecs in of_steps]
         coded_layers = [layer for layer in layers if not schedule.is_lossless_layer(layer)]
         check_gathered(coded_layers, coding.gathered, model, BY_HEADS if mode == "paper" else exchange)
         results = messages.expected(schedule, bits), coding.runtime.reports, latents
