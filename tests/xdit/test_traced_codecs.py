@@ -249,21 +249,20 @@ def test_compiled_pipelines_equal_eager_mode(model: str, how: str, world_size: i
 
 
 def run_with_budget(rank: int) -> list[list[int]]:
-    """Return lossless layers of each step: eager and compiled, with a budget."""
+    """Return the bytes of references in each step: eager and compiled, with a budget."""
     run = LossyRun(rank, 2, "FLUX.1-dev")
     run.use_mode("balanced", "node=2")
     run()
     full_bytes = run.runtime.reports[-1].reference_bytes
-    budget = full_bytes // 6  # less than a quarter, which int8 references take
+    budget = full_bytes // 6  # a half is without predictions: a third of the layers has references
     found = []
     for is_compiled in (False, True):
         if is_compiled:
             compile_transformer(run, "whole")
         run.use_mode("balanced", "node=2", memory_budget=budget)
         run()
-        reports = run.runtime.reports
-        assert max(report.reference_bytes for report in reports) <= budget
-        found.append([report.exact_layers for report in reports])
+        found.append([report.reference_bytes for report in run.runtime.reports])
+        assert 0 < max(found[-1]) <= budget
     return found
 
 
@@ -271,7 +270,6 @@ def run_with_budget(rank: int) -> list[list[int]]:
 def test_compiled_graphs_keep_the_memory_budget() -> None:
     for eager, compiled in ranks.run(run_with_budget, 2):
         assert compiled == eager
-        assert 0 < compiled[-1] < 6  # of the blocks
 
 
 def run_with_nan(rank: int, plan: Plan) -> tuple[list[bool], bool]:
