@@ -67,7 +67,9 @@ def run_modes(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], to
         planned.clear()
         latents = run()
         reports = run.runtime.reports
-        assert sum(each.predicted for each in planned) == reports[-1].reference_bytes > 0
+        # Gathered K and V may pack more tokens of these small heads in a row, which then share a scale.
+        bytes_planned = sum(each.predicted for each in planned)
+        assert 0.95 * bytes_planned < reports[-1].reference_bytes <= bytes_planned
         assert [report.step for report in reports] == list(range(STEPS))
         assert run.runtime.reference_bytes == 0, "references outlive their run"
         sent = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
