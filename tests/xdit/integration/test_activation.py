@@ -90,7 +90,7 @@ def test_entry_point_installs_and_option_error_is_one_line_of_rank_0(rank: str) 
     done = python(ENTRY.format(before="import torch", after="") + ERROR, RANK=rank)
     assert json.loads(done.stdout.splitlines()[-1]) == [True, True]
     assert done.returncode == 2
-    said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast, auto"
+    said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast"
     assert [line for line in done.stderr.splitlines() if "cocodiff" in line] == [said] * (rank == "0")
     assert "Traceback" not in done.stderr
 
