@@ -322,13 +322,10 @@ class Session:
     def num_head_groups(self, schedule: OverlapSchedule, layer_codecs: LayerCodecs | None) -> int:
         """Return the number of head groups of a call by a schedule.
 
-        In a lossy mode, only layers that gather K and V have several, and another branch has as many as the leading
-        one, whose references it needs.
+        In a lossy mode, only layers that gather K and V have several.
         """
         if self.runtime is not None and not (layer_codecs and layer_codecs.gathers_kv):
             return 1
-        if layer_codecs and layer_codecs.leader:
-            return next(head_group.count for _, head_group in layer_codecs.leader)
         return schedule.groups
 
     def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
