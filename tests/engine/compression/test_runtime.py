@@ -115,6 +115,17 @@ def test_values_are_kept_for_a_branch_after_a_longer_one() -> None:
     assert one.planned_reference_bytes == sum(planned)
 
 
+def test_values_are_kept_for_a_branch_after_one_that_never_calls_the_layer() -> None:
+    """A cache may skip the layer in the branch between."""
+    one, found = runtime(), []
+    one.begin_run(8)
+    for _ in range(3):
+        codecs_of = [one.layer_codecs("a", 1, branch, SIZES) for branch in (0, 2)]
+        one.end_step()
+        found.append((codecs_of[0].keeps_values, codecs_of[1].leader is not None))
+    assert found == [(True, True)] * 3
+
+
 def test_values_are_kept_where_a_cache_skips_steps_in_all_branches() -> None:
     one, found = runtime(), []
     one.begin_run(8)

@@ -55,7 +55,7 @@ def test_only_near_splits_are_measured() -> None:
 
 
 def test_a_split_that_xdit_lacks_keeps_none_from_being_measured() -> None:
-    """On one Aurora node a ring within GPUs would be 1.7 times as fast as any split of xDiT's."""
+    """On one Aurora node a ring within GPUs would have a speedup of 1.7x over any split of xDiT's."""
     cell = Cell(MACHINES["aurora"], 1, "flux.1-dev", 1536)
     measured = {each.split for each in variants.parse(cell, [variants.BEST_STOCK]) if each.is_stock}
     assert {UlyssesRingSplit(12, 1), UlyssesRingSplit(6, 2)} <= measured

@@ -8,7 +8,6 @@ transformer, the references of the one before it are dropped.
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from itertools import count, takewhile
 from statistics import fmean
 
 from xfuser_cocodiff.engine.compression import modes, reference_memory
@@ -81,6 +80,8 @@ class CodecRuntime:
         """Transformers that this run has called."""
         self._states: dict[tuple[Hashable, int], LayerState] = {}
         """Layer states by layer and branch."""
+        self._num_branches = 1
+        """Number of branches in which any layer has been called."""
         self.has_coded_layers = False
         """Whether a layer of this run has asked for codecs."""
         self.inactive_reason: str | None = None
@@ -314,8 +315,12 @@ class CodecRuntime:
             has_memory = math.isinf(self._budget) or self._states[key, branch].sizes.value_bytes <= 2
             return self._predicts and has_memory
         previous_step = self._states[key, 0].previous_step
-        followers = takewhile(bool, (self._states.get((key, each)) for each in count(1)))
-        return any(each.last_step >= previous_step and self._leader_of(each, key, 1) for each in followers)
+        return any(each.last_step >= previous_step and self._leader_of(each, key, 1) for each in self._followers(key))
+
+    def _followers(self, key: Hashable) -> list[LayerState]:
+        """Return a layer's states in other branches than the first; a cache may have skipped it in some."""
+        states = (self._states.get((key, branch)) for branch in range(1, self._num_branches))
+        return [state for state in states if state]
 
     def _state_of(
         self,
@@ -334,10 +339,13 @@ class CodecRuntime:
         if (key, branch) not in self._states:
             leader = self._states.get((key, 0)) if branch and self.schedule.joint else None
             # The first branch that follows another counts the values that are kept for all.
-            others = [self._states[key, each] for each in range(branch)] if leader else []
-            keeps_values = [(each.sizes, each.gathers_kv) == (sizes, gathers_kv) for each in others]
-            is_first = bool(keeps_values) and keeps_values[0] and not any(keeps_values[1:])
-            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, is_first)
+            followers = self._followers(key) if leader else []
+            leads, *is_counted = (
+                bool(each) and (each.sizes, each.gathers_kv) == (sizes, gathers_kv) for each in (leader, *followers)
+            )
+            keeps_values = leads and not any(is_counted)
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv, keeps_values)
+            self._num_branches = max(self._num_branches, branch + 1)
             self._states[key, branch].first_step = self._states[key, branch].last_step = self.step
         state = self._states[key, branch]
         if state.last_step != self.step:
