@@ -220,8 +220,7 @@ class MockDevice(TorchDispatchMode):
     @contextlib.contextmanager
     def by_triton(self) -> Iterator[None]:
         """Encode with Triton kernels, replaced by stand-ins."""
-        from xfuser_cocodiff.engine import kernels
-        from xfuser_cocodiff.engine.kernels import triton_kernels
+        from xfuser_cocodiff.engine.codec import kernels, triton_kernels
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON))

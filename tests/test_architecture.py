@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = "xfuser_cocodiff"
 FOLDER = Path(__file__).parent.parent / PACKAGE
 FLOORS = {
-    "engine": ("topology", "kernels", "comm", "compression", "attention", "settings", "autotune"),
+    "engine": ("topology", "codec", "comm", "compression", "attention", "settings", "autotune"),
     "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
     "lab": (
         *("reporting", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),

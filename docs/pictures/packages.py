@@ -25,7 +25,7 @@ FLOORS = {
     "engine": (
         "communication and compression; imports no xfuser",
         "#e8f0fe",
-        ("topology", "kernels", "comm", "compression", "attention", "settings", "autotune"),
+        ("topology", "codec", "comm", "compression", "attention", "settings", "autotune"),
     ),
 }
 """Each floor with its purpose, color and packages; a floor imports those below it."""

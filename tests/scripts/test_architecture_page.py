@@ -8,7 +8,7 @@ from types import ModuleType
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
 NAMES = {
-    "GRIDS": "engine/kernels/quantize.py",
+    "GRIDS": "engine/codec/quantize.py",
     "MODES": "engine/settings/options.py",
     "TABLE": "xdit/layers/v_source.py",
     "PLATFORMS": "xdit/platforms/platform.py",

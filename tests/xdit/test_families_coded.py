@@ -17,8 +17,8 @@ from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES, LONG_CONTEXT
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec.codec import LETTERS, Codec, aligned
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.codec import LETTERS, Codec, aligned
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 
 if TYPE_CHECKING:

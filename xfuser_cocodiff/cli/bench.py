@@ -102,7 +102,7 @@ def _add_kernels(subjects: Any) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.engine import kernels
+    from xfuser_cocodiff.engine.codec import kernels
     from xfuser_cocodiff.lab.bench import kernels as bench
     from xfuser_cocodiff.xdit.platforms.platform import compute_device
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from xfuser_cocodiff.engine.autotune import codec_probe
-from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.kernels.rows import MessagePart
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.codec.rows import MessagePart
 from xfuser_cocodiff.engine.topology import devices
 
 CPU = torch.device("cpu")
@@ -19,8 +19,8 @@ def test_figures_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
     parts: list[list[MessagePart]] = []
     timed_calls: list[int] = []
-    encode = codecs.kernels.encode
-    monkeypatch.setattr(codecs.kernels, "encode", lambda given: parts.append(given) or encode(given))
+    encode = kernels.encode
+    monkeypatch.setattr(kernels, "encode", lambda given: parts.append(given) or encode(given))
 
     def seconds(work: Callable[[], object], calls: int) -> float:
         parts.clear()

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import interleaved_timing, link_probe, plan_selection
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.rank_results import RankError

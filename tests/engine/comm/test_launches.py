@@ -15,9 +15,9 @@ from tests.mock_device import HAS_BACKENDS, MockDevice
 from tests.mock_meshes import GATHERED, SINGLE_STAGE, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
 from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator

@@ -27,6 +27,7 @@ from tests.mock_meshes import (
 from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec
 from xfuser_cocodiff.engine.comm import failure_detection, stages
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -35,7 +36,6 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.plans import Plan
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tests.quick import slow_but
-from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression import codec_check, codecs, message
-from xfuser_cocodiff.engine.compression.codec import Codec
+from xfuser_cocodiff.engine.codec import kernels, torch_kernels
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart
+from xfuser_cocodiff.engine.compression import codec_check, message
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
-from xfuser_cocodiff.engine.kernels import torch_kernels
-from xfuser_cocodiff.engine.kernels.rows import EncodeResult, Int8Rows, MessagePart
 from xfuser_cocodiff.engine.settings.options import MODES
 
 CPU = torch.device("cpu")
@@ -172,7 +171,7 @@ def test_kernels_of_following_branches_are_checked(
 @pytest.mark.parametrize("names", ["qkv", "o", "v", "qk", "kv"])
 def test_kernels_of_each_message_are_checked(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
     """Kernels are compiled for the codecs of all tensors of a message: make the mistake in one message only."""
-    original, sent = message.codecs.encode, Message.encode
+    original, sent = message.coded_tensor.encode, Message.encode
 
     def encode(self: Message) -> torch.Tensor:
         def wrong(tensors: list) -> list:
@@ -181,7 +180,7 @@ def test_kernels_of_each_message_are_checked(monkeypatch: pytest.MonkeyPatch, na
                 flip_last_bit(tensors[0].reference._current)
             return found
 
-        monkeypatch.setattr(message.codecs, "encode", wrong)
+        monkeypatch.setattr(message.coded_tensor, "encode", wrong)
         return sent(self)
 
     monkeypatch.setattr(Message, "encode", encode)
@@ -193,6 +192,6 @@ def test_errors_of_a_compiler_are_failures(monkeypatch: pytest.MonkeyPatch) -> N
     def fails(*_: object) -> None:
         raise RuntimeError("no launcher\nfor this driver")
 
-    monkeypatch.setattr(codecs.kernels, "encode", fails)
+    monkeypatch.setattr(kernels, "encode", fails)
     reason = codec_check.failure(kernels.TRITON, "balanced", None, CPU, tokens=64)
     assert reason == "RuntimeError: no launcher"

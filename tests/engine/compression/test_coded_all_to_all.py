@@ -12,16 +12,17 @@ from tests import ranks
 from tests.quick import in_turn
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec import coded_tensor
+from xfuser_cocodiff.engine.codec.active_tokens import select_tokens
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, aligned
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import codecs, modes
-from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
+from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, aligned
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_tokens_for, codec_for
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
@@ -74,9 +75,9 @@ class Pairs:
         if repeated:
             codec, active = EXACT, None
         payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
-        codecs.encode([codecs.CodedTensor(values, reference, codec, active, payload)])
+        coded_tensor.encode([coded_tensor.CodedTensor(values, reference, codec, active, payload)])
         decoded = torch.empty_like(values)
-        codecs.decode([codecs.CodedTensor(decoded, received, codec, active, payload)])
+        coded_tensor.decode([coded_tensor.CodedTensor(decoded, received, codec, active, payload)])
         return decoded[0]
 
 
@@ -323,8 +324,8 @@ def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_co
         assert (used == keyframe_codec) is (step in (0, 3))
         active = active_tokens_for(layer_codecs, "v", HeadGroup(), values, used)
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
-        codecs.encode([codecs.CodedTensor(values, link_state.sent, used, active, payload)])
-        codecs.decode([codecs.CodedTensor(found, link_state.received, used, active, payload)])
+        coded_tensor.encode([coded_tensor.CodedTensor(values, link_state.sent, used, active, payload)])
+        coded_tensor.decode([coded_tensor.CodedTensor(found, link_state.received, used, active, payload)])
         assert all(map(torch.equal, link_state.sent.stored, link_state.received.stored))
         assert torch.equal(found, values) or not used.is_exact
 

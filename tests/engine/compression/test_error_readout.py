@@ -6,7 +6,7 @@ import torch
 from tests import ranks
 from tests.lab.accelerator.emulated import accelerator
 from tests.mock_device import HAS_BACKENDS, DisorderError, MockDevice, register_mock_device
-from xfuser_cocodiff.engine.compression.codecs import QuantError
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 
 

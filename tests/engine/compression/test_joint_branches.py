@@ -9,25 +9,24 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec import coded_tensor, kernels
+from xfuser_cocodiff.engine.codec.codec import Codec, aligned
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
+from xfuser_cocodiff.engine.codec.lead import Lead
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.codec.quantize import dequantize, quantize
+from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import Codec, aligned
-from xfuser_cocodiff.engine.compression.codecs import CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, joint_for
-from xfuser_cocodiff.engine.compression.lead import Lead
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.kernels.quantize import dequantize, quantize
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, Int8Rows
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 BATCH, HEADS, TOKENS, DIM, STEPS = 2, 4, 16, 64, 7
@@ -455,12 +454,12 @@ def test_error_of_a_following_branch_has_that_of_the_leading_one() -> None:
     def payload(codec: Codec) -> torch.Tensor:
         return torch.empty(1, codec.payload_bytes(leading.shape, leading.dtype), dtype=torch.uint8)
 
-    [error] = codecs.encode([CodedTensor(leading, references[0], coarse, None, payload(coarse))])
+    [error] = coded_tensor.encode([CodedTensor(leading, references[0], coarse, None, payload(coarse))])
     sent.error_energy = error.error_energy
     lead, packed = Lead(references[0], 1.0, 1.0, sent), payload(fine)
-    [reported] = codecs.encode([CodedTensor(following, references[1], fine, None, packed, None, lead)])
+    [reported] = coded_tensor.encode([CodedTensor(following, references[1], fine, None, packed, None, lead)])
     decoded = torch.empty_like(following)
-    codecs.decode([CodedTensor(decoded, references[2], fine, None, packed, None, lead._replace(sent=None))])
+    coded_tensor.decode([CodedTensor(decoded, references[2], fine, None, packed, None, lead._replace(sent=None))])
     energy = (decoded - following).square().sum().item()
     assert reported.error_energy.item() == pytest.approx(energy, rel=0.05)
 

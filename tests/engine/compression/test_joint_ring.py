@@ -23,8 +23,8 @@ from tests.engine.compression.test_joint_branches import (
     predicted_bytes,
     whole,
 )
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring, ring_attention
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes

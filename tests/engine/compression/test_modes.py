@@ -2,10 +2,10 @@
 
 import pytest
 
+from xfuser_cocodiff.engine.codec.codec import EXACT
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.codec import EXACT
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 LOSSY = "balanced", "fast"
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.codecs import QuantError
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS, RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.lab.simulation.assumed_change import PUBLISHED, stretch
 
 TARGETS = modes.BALANCED.error, modes.FAST.error

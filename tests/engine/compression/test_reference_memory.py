@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from xfuser_cocodiff.engine.codec import coded_tensor
+from xfuser_cocodiff.engine.codec.active_tokens import select_tokens
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
-from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import BALANCED, PAPER, PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import (
     GIB,
@@ -51,8 +51,10 @@ def run_steps(
             values = torch.randn(SHAPE, generator=generator).to(dtype)
             active = select_tokens(values, link_state.sent, codec) if codec.token_fraction < 1 else None
             payload = torch.empty(len(values), codec.payload_bytes(SHAPE, dtype), dtype=torch.uint8)
-            codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, active, payload)])
-            codecs.decode([codecs.CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)])
+            coded_tensor.encode([coded_tensor.CodedTensor(values, link_state.sent, codec, active, payload)])
+            coded_tensor.decode(
+                [coded_tensor.CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)]
+            )
 
 
 @pytest.mark.parametrize("predicts", [False, True])

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.quick import slow_but
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import coded_tensor, kernels
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
-from xfuser_cocodiff.engine.compression import codecs, modes
+from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression import runtime as runtime_module
-from xfuser_cocodiff.engine.compression.codecs import QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, codec_for
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import PRESETS
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
@@ -433,8 +433,8 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
         if step in bad_steps:
             values[0, 0, 1, 4, 7] = bad
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
-        [error] = codecs.encode([codecs.CodedTensor(values, link_state.sent, codec, None, payload)])
-        codecs.decode([codecs.CodedTensor(found, link_state.received, codec, None, payload)])
+        [error] = coded_tensor.encode([coded_tensor.CodedTensor(values, link_state.sent, codec, None, payload)])
+        coded_tensor.decode([coded_tensor.CodedTensor(found, link_state.received, codec, None, payload)])
         add_errors(layer_codecs.stats, *([error] if error else []))
         one.end_step()
         follows_bad = step in bad_steps or (step - 1 in bad_steps - found_exact and not codec.is_exact)

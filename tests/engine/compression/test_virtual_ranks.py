@@ -8,15 +8,14 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec import coded_tensor, kernels
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, aligned
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, aligned
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
@@ -37,8 +36,8 @@ def decoded(values: torch.Tensor) -> torch.Tensor:
         values.new_empty(4, CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8),
         values + 0,
     )
-    for code, each in ((codecs.encode, values), (codecs.decode, target)):
-        code([codecs.CodedTensor(each, LinkReference(), CODEC, None, payload)])
+    for code, each in ((coded_tensor.encode, values), (coded_tensor.decode, target)):
+        code([coded_tensor.CodedTensor(each, LinkReference(), CODEC, None, payload)])
     return target
 
 

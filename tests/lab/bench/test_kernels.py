@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engine.kernels.case import DEVICE
+from tests.engine.codec.case import DEVICE
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.bench import kernels as bench
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS

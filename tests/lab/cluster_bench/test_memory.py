@@ -95,7 +95,7 @@ class AllocatedBytes:
 @contextmanager
 def on_two_nodes(cell: Cell, split: UlyssesRingSplit) -> Iterator[tuple[AllocatedBytes, recording.Recorder, Step]]:
     """Return a context with a rank of a model: its memory, what makes sessions, and a function that runs a step."""
-    from xfuser_cocodiff.engine.kernels import triton_kernels
+    from xfuser_cocodiff.engine.codec import triton_kernels
 
     dist.destroy_process_group()
     activation.activate()

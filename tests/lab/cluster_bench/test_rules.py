@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine.compression.codec import EXACT
+from xfuser_cocodiff.engine.codec.codec import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator import device, device_type

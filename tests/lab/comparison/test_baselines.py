@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.compression.codec import EXACT
+from xfuser_cocodiff.engine.codec.codec import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison import baselines

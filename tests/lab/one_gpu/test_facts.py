@@ -1,6 +1,6 @@
 """Every fact runs without a GPU, on what stands for one.
 
-With another Triton: PYTHONPATH=FOLDER_OF_TRITON pytest --all tests/lab/one_gpu tests/engine/kernels. The interpreter of
+With another Triton: PYTHONPATH=FOLDER_OF_TRITON pytest --all tests/lab/one_gpu tests/engine/codec. The interpreter of
 Triton 3.6 needs NumPy 2.3 or earlier.
 """
 

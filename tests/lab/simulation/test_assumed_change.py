@@ -5,9 +5,9 @@ from statistics import fmean
 
 import pytest
 
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.modes import BALANCED, FAST, PAPER, CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.assumed_change import PUBLISHED, bits_of, stretch
 

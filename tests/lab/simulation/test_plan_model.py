@@ -18,9 +18,9 @@ from tests.lab.simulation.test_simulate import shrink, step_flops
 from tests.quick import in_turn, slow
 from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.engine.settings.config import Overlap, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan

@@ -45,8 +45,8 @@ def test_importing_torch_only_adds_a_finder_and_codecs_load_no_compiler() -> Non
         import json, sys, torch
         ours = sorted(name for name in sys.modules if name.startswith("xfuser"))
         watching = [type(finder).__name__ for finder in sys.meta_path].count("XDiTWatch")
-        import xfuser_cocodiff.engine.compression.codecs, xfuser_cocodiff.engine.attention.reshard
-        compilers = {"xfuser_cocodiff.engine.kernels.triton_kernels"}
+        import xfuser_cocodiff.engine.codec.coded_tensor, xfuser_cocodiff.engine.attention.reshard
+        compilers = {"xfuser_cocodiff.engine.codec.triton_kernels"}
         print(json.dumps([ours, watching, sorted(compilers & {*sys.modules})]))
     """)
     assert loaded == ["xfuser_cocodiff", "xfuser_cocodiff.autoload"]

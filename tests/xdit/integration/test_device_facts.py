@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.xdit.integration import device_facts
 
 CPU = torch.device("cpu")

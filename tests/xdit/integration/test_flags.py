@@ -214,7 +214,7 @@ def test_more_configs_on_one_rank_are_an_error_on_all() -> None:
 
 def config_with_a_compiler_on_rank_0(rank: int, choice: str) -> str:
     """Return kernels and warnings where rank 1 has no compiler."""
-    from xfuser_cocodiff.engine import kernels
+    from xfuser_cocodiff.engine.codec import kernels
     from xfuser_cocodiff.xdit.integration import flags
 
     warnings: list[str] = []

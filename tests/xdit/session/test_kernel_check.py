@@ -10,10 +10,10 @@ import torch
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.autotune import codec_probe
 from xfuser_cocodiff.engine.autotune.codec_probe import CodecSpeed
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology

@@ -10,7 +10,7 @@ import pytest
 from tests import ranks
 from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS, SIZE, Run
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import time_calls
-from xfuser_cocodiff.engine.compression.codec import Codec
-from xfuser_cocodiff.engine.compression.codecs import CodedTensor, decode, encode
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, decode, encode
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology import devices
 

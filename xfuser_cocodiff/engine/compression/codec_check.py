@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS

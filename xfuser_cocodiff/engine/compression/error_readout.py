@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import QuantError
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
 from xfuser_cocodiff.engine.topology import devices
 
 

@@ -1,6 +1,6 @@
 """Codecs, link references and statistics of a layer's tensors at one step.
 
-Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as in :mod:`codecs`.
+Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as in :mod:`coded_tensor`.
 """
 
 import math
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.codec import rows
+from xfuser_cocodiff.engine.codec.active_tokens import ActiveTokens, select_tokens
+from xfuser_cocodiff.engine.codec.codec import EXACT, SELECTING, TOKEN_DIM, Codec
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
+from xfuser_cocodiff.engine.codec.lead import Lead
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
-from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens, select_tokens
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import EXACT, SELECTING, TOKEN_DIM, Codec
-from xfuser_cocodiff.engine.compression.codecs import QuantError
-from xfuser_cocodiff.engine.compression.lead import Lead
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
-from xfuser_cocodiff.engine.kernels import rows
 
 
 @dataclass

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.message import Message
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.codec import coded_tensor, rows, yardsticks
+from xfuser_cocodiff.engine.codec.active_tokens import ActiveTokens, pack_active, unpack_active
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, aligned, section_bytes
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import codecs, yardsticks
-from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens, pack_active, unpack_active
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, aligned, section_bytes
-from xfuser_cocodiff.engine.compression.codecs import CodedTensor
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     Joint,
     LayerCodecs,
@@ -26,7 +26,6 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
     joint_for,
     selecting_name,
 )
-from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.topology import devices
 
 WIRE_FORMAT = 4
@@ -122,7 +121,9 @@ class Message:
             link_state, lead = self._link_state(name), joint.at_sender() if joint else None
             how = link_state.sent, self._codecs[name], tokens, payload, self._unsent_slots, lead
             tensors.append(CodedTensor(self._by_name[name], *how, link_state.sent_values))
-        errors = [(name[0], error) for name, error in zip(self._by_name, codecs.encode(tensors), strict=True) if error]
+        errors = [
+            (name[0], error) for name, error in zip(self._by_name, coded_tensor.encode(tensors), strict=True) if error
+        ]
         stats.quant_errors += errors
         if _carries_flag(buffer):
             are_finite = all(is_finite(error) for _, error in errors)
@@ -164,7 +165,7 @@ class Message:
             how = link_state.received, codec, active, payload, self._local_slots, leads[name]
             (following if name[1:] else leading).append(CodedTensor(target_of[name], *how))
         for tensors in (leading, following):  # the values of a leading branch are added to those that follow it
-            codecs.decode(tensors)
+            coded_tensor.decode(tensors)
         self._join_copies(targets, target_of)
         self._layer_codecs.drop_references(self._by_name, self._head_group)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codec import (
+from xfuser_cocodiff.engine.codec.codec import (
     EXACT,
     LETTERS,
     SELECTING,
@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.compression.codec import (
     aligned,
     section_bytes,
 )
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 
 NOTATION = (
     "'error=0.05' or 'bits=2', 'warmup=2,first=8,predictor=1,joint=1,exact=blocks.0+blocks.1', in the mode paper "
@@ -43,7 +43,7 @@ class CodecSchedule:
     """1 to extrapolate references, see :attr:`Codec.predicts`; 0 to predict the references themselves."""
     joint: float = 0.0
     """1 to code other branches of guidance as differences to the leading one; 0 to code each by itself, see
-    :mod:`codecs`."""
+    :mod:`coded_tensor`."""
     exact: tuple[str, ...] = ()
     """Layers that are lossless at all steps, by name or by prefix up to a dot."""
     cached: Ramp | None = None

@@ -10,7 +10,7 @@ Where the error of a step is below or above the target, later steps make up for 
 
 from dataclasses import dataclass, field
 
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 
 LEVELS = tuple(bits for bits in GRIDS if bits > 1)
 """Bits per value that a step may have, fewest first; with 1 bit a scale costs as much as it saves."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.codec.quantize import tokens_per_row
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.kernels.quantize import tokens_per_row
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 
 GIB = 2**30

@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from xfuser_cocodiff.engine.codec.codec import EXACT
 from xfuser_cocodiff.engine.compression import modes, reference_memory
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import EXACT
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.layer_state import LayerState

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from xfuser_cocodiff.engine.compression.codec import LETTERS
+from xfuser_cocodiff.engine.codec.codec import LETTERS
+from xfuser_cocodiff.engine.codec.yardsticks import YARDSTICKS
 from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
-from xfuser_cocodiff.engine.compression.yardsticks import YARDSTICKS
 
 
 @dataclass

@@ -18,11 +18,12 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
+from xfuser_cocodiff.engine.codec import coded_tensor, yardsticks
+from xfuser_cocodiff.engine.codec.codec import EXACT, aligned, section_bytes
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, QuantError
+from xfuser_cocodiff.engine.codec.lead import decoded_values
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
-from xfuser_cocodiff.engine.compression import codecs, yardsticks
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.codec import EXACT, aligned, section_bytes
-from xfuser_cocodiff.engine.compression.codecs import CodedTensor, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import (
     LayerCodecs,
     active_tokens_for,
@@ -30,7 +31,6 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
     is_finite,
     joint_for,
 )
-from xfuser_cocodiff.engine.compression.lead import decoded_values
 from xfuser_cocodiff.engine.topology.planner import has_outermost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -274,9 +274,9 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
     tensor = CodedTensor(values, reference, codec, active, payload, None, lead, link_state.sent_values)
     error: QuantError | None
     if tensor.is_quantized:
-        error, received = codecs.round_trip(tensor)
+        error, received = coded_tensor.round_trip(tensor)
     else:
-        [error] = codecs.encode([tensor])
+        [error] = coded_tensor.encode([tensor])
         received = values if codec.is_exact else decoded_values(reference, lead)
     if error:
         stats.quant_errors.append((name[0], error))
@@ -284,6 +284,6 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         stats.repeated += 1
         link_state.drop_kept()
         payload, lead = torch.empty_like(values).flatten(1).view(torch.uint8), lead and lead.alone()
-        codecs.encode([CodedTensor(values, reference, EXACT, None, payload, lead=lead)])
+        coded_tensor.encode([CodedTensor(values, reference, EXACT, None, payload, lead=lead)])
         return values
     return received

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB

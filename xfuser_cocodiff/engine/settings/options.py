@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.modes import BALANCED, FAST
 from xfuser_cocodiff.engine.settings.ring_placement import PLACEMENTS
 from xfuser_cocodiff.engine.topology import launcher, plans

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.lab.accelerator import op_cost
 from xfuser_cocodiff.lab.accelerator.clock import Clock
 

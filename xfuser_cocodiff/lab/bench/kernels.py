@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.utils import benchmark
 
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows, MessagePart, Prediction
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -22,9 +24,7 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import PendingStage, Stages
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codec import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, Int8Rows, MessagePart, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan

@@ -102,7 +102,7 @@ def _record_and_send(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Var
 
 
 def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
-    from xfuser_cocodiff.engine.kernels import triton_kernels
+    from xfuser_cocodiff.engine.codec import triton_kernels
 
     activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
     emulated = device_type.register()

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import QuantError
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
+from xfuser_cocodiff.engine.codec.torch_kernels import energy
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
-from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.lab.comparison import row_codes
 from xfuser_cocodiff.lab.comparison.row_codes import RowCode
 

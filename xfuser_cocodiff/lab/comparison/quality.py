@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT, MODES
 from xfuser_cocodiff.engine.topology import plans

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.lab.bench import kernels as bench
 from xfuser_cocodiff.lab.one_gpu.measuring import NotAvailableError, Setting

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.loopback import NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.topology.devices import CPU

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.engine.topology import json_file
 

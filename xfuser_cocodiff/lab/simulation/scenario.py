@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.kernels.quantize import tokens_per_row
+from xfuser_cocodiff.engine.codec.quantize import tokens_per_row
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression.codec import Codec
-from xfuser_cocodiff.engine.kernels.rows import MessagePart, Prediction
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.rows import MessagePart, Prediction
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Variable with the number of hardware queues of a CUDA device."""

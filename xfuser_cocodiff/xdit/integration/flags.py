@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.settings import ignored_options
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, is_enabled, resolve

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.session.session import Session
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.rank_results import RankError, gather_results
 from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT

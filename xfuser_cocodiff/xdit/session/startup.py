@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_comm
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm import plan_check
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.plan_check import CheckedMesh

@@ -1,6 +1,6 @@
 """Count the kernels that Triton would compile for a GPU that need not be present.
 
-    python -m tests.engine.kernels.count_compilations balanced
+    python -m tests.engine.codec.count_compilations balanced
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are neither compiled nor launched:
 counted are the variants that Triton tells apart by their arguments. Prints as JSON the number of variants that the
@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 import torch
 import triton
 
-from tests.engine.kernels.launches import KERNELS, as_on_accelerators, self_check, set_target
+from tests.engine.codec.launches import KERNELS, as_on_accelerators, self_check, set_target
+from xfuser_cocodiff.engine.codec import triton_kernels
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.loopback import Loopback
 from xfuser_cocodiff.engine.compression.message import Message
-from xfuser_cocodiff.engine.kernels import triton_kernels
 
 SHAPES = (  # slots, groups, heads, tokens, head dim
     (2, 4, 3, 144, 128),

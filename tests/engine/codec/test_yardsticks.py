@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.compression import yardsticks
+from xfuser_cocodiff.engine.codec import yardsticks
 
 ROWS = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
 E4M3 = [0.0, *(2.0**-9 * mantissa for mantissa in range(1, 8))]

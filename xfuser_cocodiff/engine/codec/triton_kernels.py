@@ -1,6 +1,6 @@
 """The Triton backend of the kernels, for accelerators: one launch a message, which reads and writes each tensor once.
 
-:mod:`xfuser_cocodiff.engine.kernels` documents the functions, :mod:`triton_tensors` the arguments of the kernels.
+:mod:`xfuser_cocodiff.engine.codec` documents the functions, :mod:`triton_tensors` the arguments of the kernels.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from xfuser_cocodiff.engine.kernels import quantize
-from xfuser_cocodiff.engine.kernels.rows import (
+from xfuser_cocodiff.engine.codec import quantize
+from xfuser_cocodiff.engine.codec.rows import (
     GAIN_BYTES,
     EncodeResult,
     Int8Rows,
@@ -23,9 +23,9 @@ from xfuser_cocodiff.engine.kernels.rows import (
     rows_of,
     sample_stride,
 )
-from xfuser_cocodiff.engine.kernels.triton_decoder import decode_kernel
-from xfuser_cocodiff.engine.kernels.triton_encoder import encode_kernel
-from xfuser_cocodiff.engine.kernels.triton_tensors import RowShape, TensorArguments, size_of, unspecialized
+from xfuser_cocodiff.engine.codec.triton_decoder import decode_kernel
+from xfuser_cocodiff.engine.codec.triton_encoder import encode_kernel
+from xfuser_cocodiff.engine.codec.triton_tensors import RowShape, TensorArguments, size_of, unspecialized
 from xfuser_cocodiff.engine.topology import devices
 
 _TILE_BYTES = 2048

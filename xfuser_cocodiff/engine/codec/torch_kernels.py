@@ -1,14 +1,14 @@
 """The PyTorch backend of the kernels, for any device.
 
-:mod:`xfuser_cocodiff.engine.kernels` documents the functions. All arithmetic is in float32.
+:mod:`xfuser_cocodiff.engine.codec` documents the functions. All arithmetic is in float32.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.quantize import dequantize, level_bytes, quantize
-from xfuser_cocodiff.engine.kernels.rows import (
+from xfuser_cocodiff.engine.codec.quantize import dequantize, level_bytes, quantize
+from xfuser_cocodiff.engine.codec.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     EncodeResult,

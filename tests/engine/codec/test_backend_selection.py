@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.codec import kernels
 
 
 @pytest.mark.parametrize(("can_build", "expected"), [(True, "triton"), (False, "torch")])

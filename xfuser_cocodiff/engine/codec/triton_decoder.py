@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff.engine.kernels.triton_reference import store_reference
-from xfuser_cocodiff.engine.kernels.triton_tensors import (
+from xfuser_cocodiff.engine.codec.triton_reference import store_reference
+from xfuser_cocodiff.engine.codec.triton_tensors import (
     NUM_CODES,
     dequantize,
     load_base,

@@ -1,8 +1,8 @@
 """Compile the kernels of messages for a GPU that need not be present, such as sm_90.
 
-    python -m tests.engine.kernels.compile_kernels 90                # messages of all kinds
-    python -m tests.engine.kernels.compile_kernels 90 balanced fast  # what the self-checks of these modes launch
-    python -m tests.engine.kernels.compile_kernels 90 message        # one message of three tensors
+    python -m tests.engine.codec.compile_kernels 90                # messages of all kinds
+    python -m tests.engine.codec.compile_kernels 90 balanced fast  # what the self-checks of these modes launch
+    python -m tests.engine.codec.compile_kernels 90 message        # one message of three tensors
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
 Triton backend would launch them with, by the Triton that PYTHONPATH has. Prints Triton's version and for each kernel as
@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from triton.backends import nvidia
 
-from tests.engine.kernels.case import EXTRAPOLATED, KEYFRAME, REFERENCE, Case
-from tests.engine.kernels.launches import KERNELS, as_on_accelerators, self_check, set_target
-from xfuser_cocodiff.engine.kernels import triton_kernels
+from tests.engine.codec.case import EXTRAPOLATED, KEYFRAME, REFERENCE, Case
+from tests.engine.codec.launches import KERNELS, as_on_accelerators, self_check, set_target
+from xfuser_cocodiff.engine.codec import triton_kernels
 
 TOKENS, HEAD_DIM = 288, 128
 REGISTERS, MAX_WARPS, MAX_BLOCKS, SHARED_BYTES = 2**16, 64, 32, 164 * 1024

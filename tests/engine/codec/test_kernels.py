@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from tests.engine.kernels.case import (
+from tests.engine.codec.case import (
     DEVICE,
     EXTRAPOLATED,
     FIRST,
@@ -22,10 +22,9 @@ from tests.engine.kernels.case import (
     same_reference,
 )
 from tests.quick import in_turn, once, pairwise, slow_but
-from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.kernels import torch_kernels
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, PER_OCTAVE
-from xfuser_cocodiff.engine.kernels.rows import (
+from xfuser_cocodiff.engine.codec import kernels, torch_kernels
+from xfuser_cocodiff.engine.codec.quantize import GRIDS, PER_OCTAVE
+from xfuser_cocodiff.engine.codec.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     Int8Rows,

@@ -1,8 +1,4 @@
-"""Kernels that encode and decode rows of values for the codecs, as Triton and PyTorch backends.
-Input: tensors of any strides, the prediction that both ends of a link share, and the bits per value.
-Output: payload bytes, decoded values, new link references and their error.
-Public: `encode`, `decode`, `use`, `resolve`, `rows.MessagePart`, `rows.Prediction`, `rows.Int8Rows`.
-"""
+"""Choice between the Triton and PyTorch kernels, which encode and decode the tensors of a message."""
 
 import functools
 import importlib
@@ -16,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import EncodeResult, Int8Rows, MessagePart, check_base
+from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart, check_base
 from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
@@ -95,7 +91,7 @@ def _kernels(device: torch.device) -> ModuleType:
 
 @functools.cache  # called for every tensor of a message
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfuser_cocodiff.engine.kernels.quantize import (
+from xfuser_cocodiff.engine.codec.quantize import (
     GRIDS,
     dequantize,
     from_int8,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, rows_of
+from xfuser_cocodiff.engine.codec.quantize import GRIDS, level_bytes
+from xfuser_cocodiff.engine.codec.rows import GAIN_BYTES, rows_of
 
 LETTERS = "qkvo"
 """Letters of the tensors of a layer."""

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS
+from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS
 
 UNIT_GAIN = tl.constexpr(float(GAIN_STEPS))
 """A gain of 1, as it is sent and stored."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.kernels.case import HAS_GPU
+from tests.engine.codec.case import HAS_GPU
 
 
 @pytest.fixture(scope="package")
@@ -14,7 +14,7 @@ def triton_kernels():
         from triton.runtime import interpreter
 
         interpreter._convert_float = _rounding_to_nearest(interpreter._convert_float)
-    from xfuser_cocodiff.engine.kernels import triton_kernels as module
+    from xfuser_cocodiff.engine.codec import triton_kernels as module
 
     return module
 

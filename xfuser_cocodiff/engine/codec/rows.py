@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.quantize import from_int8, to_int8, tokens_per_row
+from xfuser_cocodiff.engine.codec.quantize import from_int8, to_int8, tokens_per_row
 
 
 class Int8Rows(NamedTuple):

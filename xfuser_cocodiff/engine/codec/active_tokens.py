@@ -7,10 +7,10 @@ import functools
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codec import TOKEN_DIM, Codec
-from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
-from xfuser_cocodiff.engine.kernels import rows
+from xfuser_cocodiff.engine.codec import rows
+from xfuser_cocodiff.engine.codec.codec import TOKEN_DIM, Codec
+from xfuser_cocodiff.engine.codec.lead import Lead, decoded_values
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 
 
 class ActiveTokens:

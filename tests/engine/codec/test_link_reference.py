@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.compression.active_tokens import select_tokens
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec
-from xfuser_cocodiff.engine.compression.codecs import CodedTensor, encode
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, Int8Rows
-from xfuser_cocodiff.engine.kernels.torch_kernels import predict
+from xfuser_cocodiff.engine.codec.active_tokens import select_tokens
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, encode
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
+from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows
+from xfuser_cocodiff.engine.codec.torch_kernels import predict
 
 SHAPE = 1, 1, 1, 8, 16
 

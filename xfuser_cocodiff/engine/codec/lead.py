@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codec import Codec
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
 
 
 class Lead(NamedTuple):

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from tests.quick import pairwise, slow_but
-from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.active_tokens import pack_active, select_tokens, unpack_active
-from xfuser_cocodiff.engine.compression.codec import EXACT, Codec, section_bytes
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
-from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS
+from xfuser_cocodiff.engine.codec import coded_tensor, rows
+from xfuser_cocodiff.engine.codec.active_tokens import pack_active, select_tokens, unpack_active
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, section_bytes
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 
 SHAPE = (2, 3, 4, 10, 16)
 """Links, groups, heads, tokens, head dim."""
@@ -47,9 +46,9 @@ class Link:
             pack_active(active, mask)
             received_active = unpack_active(mask, groups, tokens, codec.num_active(tokens))
         payload = torch.empty(links, payload_bytes, dtype=torch.uint8)
-        codecs.encode([codecs.CodedTensor(values, self.sent, codec, active, payload)])
+        coded_tensor.encode([coded_tensor.CodedTensor(values, self.sent, codec, active, payload)])
         received = torch.empty_like(values)
-        codecs.decode([codecs.CodedTensor(received, self.received, codec, received_active, payload)])
+        coded_tensor.decode([coded_tensor.CodedTensor(received, self.received, codec, received_active, payload)])
         assert self.has_equal_ends
         return received
 
@@ -164,7 +163,9 @@ def test_error_of_unsent_values_is_reported() -> None:
     link, (first, second) = Link(is_exact=True), random_walk(steps=2)
     link.send(first, EXACT)
     nothing = torch.empty(len(second), 0, dtype=torch.uint8)
-    [error] = codecs.encode([codecs.CodedTensor(second, link.sent, Codec(token_fraction=0.0), None, nothing)])
+    [error] = coded_tensor.encode(
+        [coded_tensor.CodedTensor(second, link.sent, Codec(token_fraction=0.0), None, nothing)]
+    )
     assert error.error_energy.item() == pytest.approx((second - first).square().sum().item(), rel=1e-5)
     assert error.value_energy.item() == pytest.approx(second.square().sum().item(), rel=1e-5)
 

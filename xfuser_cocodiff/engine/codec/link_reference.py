@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, Int8Rows, Prediction
+from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows, Prediction
 
 _INITIAL_GAIN = GAIN_STEPS // 2
 """Gain of the prediction before there is an estimate, in units of 1 / GAIN_STEPS."""

@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression.active_tokens import ActiveTokens
-from xfuser_cocodiff.engine.compression.codec import Codec
-from xfuser_cocodiff.engine.compression.lead import Lead, decoded_values
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference, SentValues
-from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.rows import EncodeResult, Int8Rows, MessagePart, Prediction
-from xfuser_cocodiff.engine.kernels.torch_kernels import energy
+from xfuser_cocodiff.engine.codec import kernels, rows
+from xfuser_cocodiff.engine.codec.active_tokens import ActiveTokens
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.lead import Lead, decoded_values
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart, Prediction
+from xfuser_cocodiff.engine.codec.torch_kernels import energy
 
 
 class QuantError(NamedTuple):

@@ -2,8 +2,8 @@
 
 import torch
 
-from xfuser_cocodiff.engine.compression.codecs import QuantError
-from xfuser_cocodiff.engine.kernels.torch_kernels import energy
+from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
+from xfuser_cocodiff.engine.codec.torch_kernels import energy
 
 FP8, FP4 = YARDSTICKS = ("fp8", "fp4")
 _FP8 = torch.float8_e4m3fn

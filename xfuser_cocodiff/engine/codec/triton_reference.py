@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff.engine.kernels import quantize
-from xfuser_cocodiff.engine.kernels.triton_tensors import NUM_CODES
+from xfuser_cocodiff.engine.codec import quantize
+from xfuser_cocodiff.engine.codec.triton_tensors import NUM_CODES
 
 _PER_OCTAVE, _LOWEST_OCTAVE = tl.constexpr(quantize.PER_OCTAVE), tl.constexpr(quantize.INT8_LOWEST_OCTAVE)
 _NOT_FINITE = tl.constexpr(quantize.NOT_FINITE)

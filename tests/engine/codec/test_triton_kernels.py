@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.kernels.case import EXTRAPOLATED, HAS_GPU, KEYFRAME, REFERENCE, SECOND, Case, same_reference
-from tests.engine.kernels.launches import KERNELS
-from tests.engine.kernels.limits import LIMITS, limits_of
-from xfuser_cocodiff.engine.compression.codec import Codec
-from xfuser_cocodiff.engine.kernels.rows import Int8Rows, MessagePart, Prediction, rows_of
+from tests.engine.codec.case import EXTRAPOLATED, HAS_GPU, KEYFRAME, REFERENCE, SECOND, Case, same_reference
+from tests.engine.codec.launches import KERNELS
+from tests.engine.codec.limits import LIMITS, limits_of
+from xfuser_cocodiff.engine.codec.codec import Codec
+from xfuser_cocodiff.engine.codec.rows import Int8Rows, MessagePart, Prediction, rows_of
 
 
 def output_of(module: str, arguments: Sequence[str], cache: Path) -> Any:
     """Return what a module of this package prints as JSON, where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", f"tests.engine.kernels.{module}", *arguments]
+    command = [sys.executable, "-m", f"tests.engine.codec.{module}", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -5,9 +5,9 @@ import inspect
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff.engine.kernels import quantize
-from xfuser_cocodiff.engine.kernels.triton_reference import store_reference
-from xfuser_cocodiff.engine.kernels.triton_tensors import (
+from xfuser_cocodiff.engine.codec import quantize
+from xfuser_cocodiff.engine.codec.triton_reference import store_reference
+from xfuser_cocodiff.engine.codec.triton_tensors import (
     NUM_CODES,
     UNIT_GAIN,
     dequantize,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, level_bytes
-from xfuser_cocodiff.engine.kernels.rows import (
+from xfuser_cocodiff.engine.codec.quantize import GRIDS, level_bytes
+from xfuser_cocodiff.engine.codec.rows import (
     GAIN_BYTES,
     GAIN_STEPS,
     EncodeResult,
