@@ -10,8 +10,11 @@ from pathlib import Path
 PACKAGE = "xfuser_cocodiff"
 FOLDER = Path(__file__).parent.parent / PACKAGE
 FLOORS = {
-    "engine": ("topology", "codec", "comm", "compression", "attention", "settings", "autotune"),
-    "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
+    "engine": ("topology", "codec", "comm", "compression", "attention", "autotune"),
+    "xdit": (
+        *("settings", "patching", "platforms", "layers", "session", "attention"),
+        *("run_tracking", "integration", "launching"),
+    ),
     "lab": (
         *("reporting", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),
         *("comparison", "bench", "one_gpu", "cluster_bench", "soak"),

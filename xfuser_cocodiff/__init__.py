@@ -22,8 +22,8 @@ def install() -> bool:
     Returns:
         Whether the plugin is installed; False, after one warning, if xDiT is missing or its version is not supported.
     """
-    from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
     from xfuser_cocodiff.xdit.integration import activation
+    from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
 
     folder = os.environ.get(RECORD_VARIABLE)
     if not folder:

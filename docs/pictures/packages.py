@@ -19,13 +19,13 @@ FLOORS = {
         "#e6f4ea",
         (
             *("integration", "patching", "platforms", "session"),
-            *("run_tracking", "layers", "attention", "launching"),
+            *("run_tracking", "layers", "attention", "launching", "settings"),
         ),
     ),
     "engine": (
         "communication and compression; imports no xfuser",
         "#e8f0fe",
-        ("topology", "codec", "comm", "compression", "attention", "settings", "autotune"),
+        ("topology", "codec", "comm", "compression", "attention", "autotune"),
     ),
 }
 """Each floor with its purpose, color and packages; a floor imports those below it."""

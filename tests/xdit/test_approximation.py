@@ -11,7 +11,7 @@ from tests import ranks
 from tests.quick import slow
 from tests.xdit.test_pipelines import MODELS, Run
 from xfuser_cocodiff.engine.compression.reference_memory import ReferenceBytes
-from xfuser_cocodiff.engine.settings.config import Overlap
+from xfuser_cocodiff.xdit.settings.config import Overlap
 
 pytestmark = pytest.mark.usefixtures("hub")
 

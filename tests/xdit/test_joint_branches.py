@@ -6,7 +6,7 @@ from tests import ranks
 from tests.engine.compression.test_joint_branches import assert_equal_ends, ends
 from tests.xdit.test_approximation import LossyRun, decibels
 from tests.xdit.test_traced_codecs import compile_transformer, figures
-from xfuser_cocodiff.engine.settings.config import Overlap
+from xfuser_cocodiff.xdit.settings.config import Overlap
 
 pytestmark = pytest.mark.usefixtures("hub")
 

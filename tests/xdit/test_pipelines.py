@@ -55,8 +55,8 @@ class Run:
 
     def use_plugin(self, topology: str | None, head_groups: int = 1) -> None:
         """Run in exact mode with V-First from now on, or as stock if `topology` is None."""
-        from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
         from xfuser_cocodiff.engine.topology.plans import Plan
+        from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
         parsed = self._topology(topology) if topology else None
         overlap = Overlap(v_first=True, head_groups=head_groups)
@@ -64,7 +64,7 @@ class Run:
 
     def use_mode(self, mode: str, topology: str = "2x2", **options: Any) -> None:
         """Run in a mode from now on. Lossy modes need the `step` of the scheduler's class, which the plugin patches."""
-        from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
+        from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
         options = {"slow_axes": ("node",), **options}
         self._use_config(CocoDiffConfig(topology=self._topology(topology), mode=mode, **options))

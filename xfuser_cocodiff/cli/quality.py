@@ -117,8 +117,8 @@ def make_config(options: argparse.Namespace) -> Any:
         ValueError: an option is not valid.
     """
     from xfuser_cocodiff.engine.compression.reference_memory import GIB
-    from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, parse_virtual_ranks
     from xfuser_cocodiff.engine.topology.topology import Topology
+    from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, parse_virtual_ranks
 
     virtual, is_ring = parse_virtual_ranks(options.virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]
@@ -141,8 +141,8 @@ def make_config(options: argparse.Namespace) -> Any:
 
 def _parse_plan(options: argparse.Namespace, virtual: Any, is_ring: bool, slow_axes: tuple[str, ...]) -> Any:
     """Return the plan of `--a2a`, which selects the exchange; None for the default of the modes."""
-    from xfuser_cocodiff.engine.settings.options import AUTO
     from xfuser_cocodiff.engine.topology.plans import GATHER, HIERARCHICAL, Plan
+    from xfuser_cocodiff.xdit.settings.options import AUTO
 
     if options.a2a == AUTO:
         return None

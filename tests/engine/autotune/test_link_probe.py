@@ -15,12 +15,12 @@ import torch.distributed as dist
 from tests import ranks
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import interleaved_timing, link_probe, plan_selection
+from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.rank_results import RankError
 from xfuser_cocodiff.engine.comm.stages import Stages
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -57,7 +57,7 @@ def test_topologies_of_one_axis() -> None:
 def stages_of(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:
     """Return the stages of a small and of a large all-to-all."""
     topology = Topology.parse("2x2", 4)
-    config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
+    config = CommConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
     mesh = plan_selection.set_up_comm(dist.group.WORLD, config, CPU).mesh
     stages = []
     for tokens in (1, 4096):

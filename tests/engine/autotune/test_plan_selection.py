@@ -10,10 +10,10 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import plan_selection
+from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
-from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.plans import Plan
 
@@ -24,7 +24,7 @@ MACHINE = profile_of([2, 2], [1e8, 1e8], latency=1e-3, launch=1e-6)
 
 def early_sends(rank: int) -> list[bool]:
     """Return whether V is sent early with asynchronous and synchronous collectives, in eager code and in graphs."""
-    config = CocoDiffConfig(topology=MACHINE.topology, profile=MACHINE)
+    config = CommConfig(topology=MACHINE.topology, profile=MACHINE)
     meshes = [
         plan_selection.set_up_comm(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
         for synchronous in (False, True)
@@ -74,7 +74,7 @@ def slow_axes_of_groups(rank: int) -> tuple[list[str], list]:
     """Return the slow axes of this rank's profile and those in use; each half of the ranks has another profile."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
-    config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=MEASURED_SLOW_AXES)
+    config = CommConfig(topology=MACHINE.topology, slow_axes=None)
 
     def max_over_all(values: list[float]) -> list[float]:
         maxima = torch.tensor(values)
@@ -103,10 +103,7 @@ def coding_costs(rank: int) -> list[CodingCost | None]:
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         return maxima.tolist()
 
-    configs = [
-        CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=slow_axes)
-        for slow_axes in (MEASURED_SLOW_AXES, ("node",))
-    ]
+    configs = [CommConfig(topology=MACHINE.topology, slow_axes=slow_axes) for slow_axes in (None, ("node",))]
     setups = [
         plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile), max_over_all)
         for config in configs
@@ -123,7 +120,7 @@ def single_stages(rank: int) -> list[list[bool]]:
     profile = profile_of([2, 2], [1e6, 1e7], latency=1e-3, launch=1e-4)
     results = []
     for plan in (None, Plan.hierarchical(profile.topology)):
-        config = CocoDiffConfig(topology=profile.topology, mode="balanced", slow_axes=("node",), plan=plan)
+        config = CommConfig(topology=profile.topology, slow_axes=("node",), plan=plan)
         partition = plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile)).partition
         results.append([partition.is_single_stage(size) for size in (1000, 1_000_000)])
     return results

@@ -136,13 +136,13 @@ def statuses(rank: int, name: str, is_emulated: bool) -> list[str]:
 
 def _statuses(name: str, device: torch.device) -> list[str]:
     from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-    from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
     from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
     from xfuser_cocodiff.engine.topology.topology import Topology
     from xfuser_cocodiff.lab.bench.variant import parse_mode
     from xfuser_cocodiff.lab.full_size import transformer
     from xfuser_cocodiff.xdit.launching import bare_runtime
     from xfuser_cocodiff.xdit.session import startup
+    from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
     topology = Topology.named(gpu=DEGREE)
     profile = Profile(topology, (AxisLink("gpu", 1e-5, 1e9),), 1e-5, 1e12, 1e12, 1.0)

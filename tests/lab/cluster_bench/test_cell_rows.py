@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.lab.cluster_bench.programs import one_block
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
@@ -17,6 +16,7 @@ from xfuser_cocodiff.lab.cluster_bench.recording import KEYFRAME, Recording
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.simulation.machines import DGX_H100
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 RATE, MESSAGE = 1e9, 1_000_000
 MACHINE = replace(DGX_H100, links=(AxisLink("node", 0.0, RATE), AxisLink("gpu", 0.0, RATE)), launch_seconds=0.0)

@@ -11,7 +11,6 @@ import pytest
 from tests.lab.cluster_bench.programs import one_block
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
@@ -27,6 +26,7 @@ from xfuser_cocodiff.lab.cluster_bench.sent_tensors import name_by_label, name_b
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.emulation import forked_ranks
 from xfuser_cocodiff.lab.simulation.machines import DGX_H100
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 RANKS, BLOCKS, CALLS = 8, 40, 2
 MS, KERNELS, HOST_WAIT = 1e-3, 9e-3, 0.5e-3

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.lab.accelerator import device_type
@@ -38,6 +37,7 @@ from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 RESIDENT = {"wan2.1-14b": 2 * 5.68e9 + 0.25e9 + GIB, "hunyuanvideo": 2 * 8.15e9 + 0.5e9 + GIB}
 """Bytes beside the transformer: text encoders and VAE in bf16, and 1 GiB for CUDA's context and communicators."""

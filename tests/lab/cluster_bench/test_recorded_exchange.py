@@ -2,7 +2,6 @@
 
 import pytest
 
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
@@ -11,6 +10,7 @@ from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 
 @pytest.mark.slow

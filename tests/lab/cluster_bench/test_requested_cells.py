@@ -2,11 +2,11 @@
 
 import pytest
 
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import requested_cells
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 
 def parse(

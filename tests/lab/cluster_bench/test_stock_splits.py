@@ -2,7 +2,6 @@
 
 import pytest
 
-from xfuser_cocodiff.engine.settings.ring_placement import OUTER, UlyssesRingSplit
 from xfuser_cocodiff.lab.cluster_bench import stock_splits, variants
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
@@ -10,6 +9,7 @@ from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit
 
 
 def scenario(machine: str, nodes: int, model: str) -> Scenario:

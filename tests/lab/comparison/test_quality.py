@@ -16,12 +16,12 @@ from tests.quick import slow_but
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import quality as quality_command
 from xfuser_cocodiff.engine.compression.modes import PRESETS
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison import frontier, quality
 from xfuser_cocodiff.lab.models import hub
 from xfuser_cocodiff.xdit.session.session import active
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 CONFIG = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
 

@@ -13,16 +13,14 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.engine.settings.test_ring_placement import profile
 from tests.lab.simulation.test_simulate import shrink, step_flops
 from tests.quick import in_turn, slow
+from tests.xdit.settings.test_ring_placement import profile
 from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.settings.config import Overlap, resolve
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import assumed_change, plan_model, sharding
@@ -32,6 +30,8 @@ from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step, possible_splits, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.xdit.settings.config import Overlap, resolve
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 
 FAST = 1e12
 

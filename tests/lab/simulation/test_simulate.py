@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -26,6 +25,7 @@ from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.simulate import MODES, scenario_on_nodes, sweep
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 scenarios = st.builds(
     scenario_on_nodes,

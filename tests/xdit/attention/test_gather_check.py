@@ -12,11 +12,11 @@ from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.autotune import plan_selection
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.attention import schedule_choice
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 TOPOLOGY = Topology.parse("node=2", 2)
 FORCED = Plan.parse("hierarchical:node=kv", TOPOLOGY)

@@ -14,13 +14,13 @@ from torch.nn import functional
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 TOKENS, TEXT, DIM, STEPS = 24, 10, 8, 4
 """With so many tokens, attention with text has whole blocks of 32 queries, and its bits do not depend on their number:

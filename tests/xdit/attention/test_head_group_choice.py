@@ -16,11 +16,11 @@ from tests.xdit.attention.test_overlap import depend_on_heads, start, use_config
 from tests.xdit.session.test_schedule_tuner import FakeClock
 from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.devices import Capabilities
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.session import step_tuner
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 ACCELERATOR = SimpleNamespace(capabilities=lambda device_type: Capabilities())
 LINKS = profile_of([2], [1e3], latency=0.0, launch=0.0)  # slow, so that head groups are worth their launches

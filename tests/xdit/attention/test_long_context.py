@@ -11,12 +11,12 @@ from tests import ranks
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.platforms import long_context
 from xfuser_cocodiff.xdit.session.session import Session, active
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
 WIDTH = HEADS * HEAD_DIM

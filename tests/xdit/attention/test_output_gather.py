@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.engine.settings.test_ring_placement import FAST, profile
 from tests.quick import slow
 from tests.xdit.attention.test_ring import ring_options, start
+from tests.xdit.settings.test_ring_placement import FAST, profile
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 
 WORLD = 8

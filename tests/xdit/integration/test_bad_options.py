@@ -1,6 +1,6 @@
 """Options that are not valid, in the xdit command and on ranks: one line, exit status 2, and before any collective.
 
-The values are those of tests/engine/settings/test_bad_options.py.
+The values are those of tests/xdit/settings/test_bad_options.py.
 """
 
 import os
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import ranks
-from tests.engine.settings.test_bad_options import BAD, FLAGS, GOOD, WORDS, flat_list
 from tests.xdit.integration.test_flags import parse
+from tests.xdit.settings.test_bad_options import BAD, FLAGS, GOOD, WORDS, flat_list
 
 COMMAND = ["--model", "tiny", "--ulysses_degree", "4", "--nproc_per_node", "2", "--use_cocodiff"]
 

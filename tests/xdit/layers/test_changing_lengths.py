@@ -13,10 +13,10 @@ from tests import ranks
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from xfuser_cocodiff.engine.attention import ulysses
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 LENGTHS = (60, 58, 46, 34, 52, 44)
 """Text tokens of each request: with the image's, all between two powers of two."""

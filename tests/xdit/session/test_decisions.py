@@ -6,9 +6,9 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
-from xfuser_cocodiff.engine.settings.config import Overlap
 from xfuser_cocodiff.xdit.session import decisions
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import Overlap
 
 
 def recorded(rank: int) -> list[dict]:

@@ -15,9 +15,9 @@ from xfuser_cocodiff.engine.autotune.codec_probe import CodecSpeed
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
-from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import kernel_check, startup
+from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 
 FORMAT = kernel_check.ValueFormat(64, torch.float16)
 FAST, PYTORCH = 1e12, 1e3

@@ -4,8 +4,8 @@ import torch
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import start, use_config
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 
 def bit_identical_steps(rank: int) -> list[bool]:

@@ -12,13 +12,13 @@ from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session import step_tuner
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
 from xfuser_cocodiff.xdit.session.step_tuner import rounds
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 CPU = torch.device("cpu")
 FLAT, V_FIRST = OverlapSchedule(flat=True), OverlapSchedule(True)

@@ -12,11 +12,11 @@ from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS, SIZE, Run
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import active
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 
 def count_starts(rank: int) -> list[int]:

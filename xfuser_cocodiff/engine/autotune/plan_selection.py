@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.autotune import link_probe
+from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import devices, head_groups, planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -70,7 +69,7 @@ class CommSetup:
     synchronous: bool = False
     """Whether the backend blocks the host in each collective, so that nothing overlaps."""
     flat_mesh: Mesh | None = None
-    """The same mesh with flat collectives, as in stock xDiT; None if the settings name a plan or no links are known."""
+    """The same mesh with flat collectives, as in stock xDiT; None if the config names a plan or no links are known."""
     gather: AxisPartition | None = None
     """Partition whose slow side is the axes along which K and V may be gathered; None where they never are. In a lossy
     mode it is :attr:`partition`; in `exact` these axes need not be slow."""
@@ -78,7 +77,7 @@ class CommSetup:
 
 def set_up_comm(
     group: dist.ProcessGroup,
-    config: CocoDiffConfig,
+    config: CommConfig,
     device: torch.device,
     cache: TuningCache | None = None,
     max_over_all: Callable[[list[float]], list[float]] = list,
@@ -93,7 +92,7 @@ def set_up_comm(
 
     Args:
         group: the ranks.
-        config: the settings. A plan named there is used for all sizes, else the planner chooses one for each.
+        config: config of the group. A plan named there is used for all sizes, else the planner chooses one for each.
         device: where messages lie.
         cache: tuning results of the machine. If it has no link profile and one is needed, the links are probed and the
             profile is stored in it.
@@ -113,7 +112,7 @@ def set_up_comm(
     if group.size() == 1:
         return setup
     profile = _link_profile(group, config, device, setup, host_group)
-    if measure_codec and _measures_slow_axes(config):
+    if measure_codec and config.slow_axes is None:
         profile = _with_codec(profile, config, setup, max_over_all, measure_codec)
     setup.profile = profile
     if profile and config.plan is None:
@@ -122,11 +121,10 @@ def set_up_comm(
     setup.mesh = _with_early_sends(setup.mesh, profile, config.synchronous)
     if profile and not config.synchronous and devices.capabilities(device.type).is_asynchronous:
         setup.mesh = _with_head_groups(setup.mesh, profile)
-    if config.mode != EXACT:
-        is_measured = _measures_slow_axes(config)
-        slow_axes = _measured_slow_axes(profile, max_over_all) if is_measured else config.slow_axes
+    if config.slow_axes != ():
+        slow_axes = _measured_slow_axes(profile, max_over_all) if config.slow_axes is None else config.slow_axes
         setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
-        if setup.partition and is_measured:
+        if setup.partition and config.slow_axes is None:
             cost = CodingCost.of(profile, setup.partition.slow_axis_names)
             agreed = CodingCost(*max_over_all([cost.link_seconds_per_byte, cost.host_seconds_per_tensor]))
             setup.partition = replace(setup.partition, coding_cost=agreed)
@@ -145,7 +143,7 @@ def set_up_comm(
     return setup
 
 
-def _plans_of(config: CocoDiffConfig) -> list[Plan] | None:
+def _plans_of(config: CommConfig) -> list[Plan] | None:
     """Return the plans for which a mesh needs process groups: all if none is named, else the named one, and an
     all-gather if K and V are gathered, perhaps along all axes."""
     if config.plan is None:
@@ -153,15 +151,15 @@ def _plans_of(config: CocoDiffConfig) -> list[Plan] | None:
     return [config.plan, *([Plan.hierarchical_gather(config.topology)] if config.plan.gathers_kv else [])]
 
 
-def _may_gather(config: CocoDiffConfig, partition: AxisPartition) -> bool:
-    """Return whether coded layers may gather K and V along the slow axes, by the settings."""
+def _may_gather(config: CommConfig, partition: AxisPartition) -> bool:
+    """Return whether coded layers may gather K and V along the slow axes, by the config."""
     names = partition.slow_axis_names
-    if not planner.has_outermost(config.topology, names) or config.mode == PAPER:  # the paper has no gather
+    if not config.gathers_coded or not planner.has_outermost(config.topology, names):
         return False
     return config.plan is None or config.plan.gathered_axes == names
 
 
-def _lossless_gathered_axes(config: CocoDiffConfig, profile: Profile | None, device: torch.device) -> tuple[str, ...]:
+def _lossless_gathered_axes(config: CommConfig, profile: Profile | None, device: torch.device) -> tuple[str, ...]:
     """Return the axes along which lossless layers may gather K and V: those that the plan names, else the outermost.
 
     Where the host itself communicates, nothing is gained, and it is not tried.
@@ -174,26 +172,26 @@ def _lossless_gathered_axes(config: CocoDiffConfig, profile: Profile | None, dev
 
 
 def _new_mesh(
-    config: CocoDiffConfig,
+    config: CommConfig,
     device: torch.device,
     group: dist.ProcessGroup,
     topology: Topology,
     plans: list[Plan] | None = None,
 ) -> Mesh:
-    """Return a mesh over a group, with the timeout of the settings."""
+    """Return a mesh over a group, with the timeout of the config."""
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
     return Mesh.over(group, topology, plans, timeout, device)
 
 
 def _link_profile(
     group: dist.ProcessGroup,
-    config: CocoDiffConfig,
+    config: CommConfig,
     device: torch.device,
     setup: CommSetup,
     host_group: dist.ProcessGroup | None,
 ) -> Profile | None:
-    """Return the link profile of the settings or of the cache; probe the links if one is needed and neither has it."""
-    needs_profile = config.plan is None or _measures_slow_axes(config)
+    """Return the link profile of the config or of the cache; probe the links if one is needed and neither has it."""
+    needs_profile = config.plan is None or config.slow_axes is None
     if needs_profile and not (config.profile or setup.cache.profile):
         # The probe needs groups for all axes, and the mesh of a named plan has those of its own stages only.
         probed = _new_mesh(config, device, group, config.topology) if config.plan else setup.mesh
@@ -203,7 +201,7 @@ def _link_profile(
 
 def _with_codec(
     profile: Profile,
-    config: CocoDiffConfig,
+    config: CommConfig,
     setup: CommSetup,
     max_over_all: Callable[[list[float]], list[float]],
     measure_codec: Callable[[], tuple[float, float]],
@@ -222,7 +220,7 @@ def _with_codec(
 
 def _partition(
     group: dist.ProcessGroup,
-    config: CocoDiffConfig,
+    config: CommConfig,
     device: torch.device,
     mesh: Mesh,
     profile: Profile | None,
@@ -238,10 +236,6 @@ def _partition(
         is_single_stage = functools.partial(planner.is_single_stage, profile, slow_axes=slow_axes)
         partition = replace(partition, is_single_stage=is_single_stage)
     return partition
-
-
-def _measures_slow_axes(config: CocoDiffConfig) -> bool:
-    return config.mode != EXACT and config.slow_axes == MEASURED_SLOW_AXES
 
 
 def _measured_slow_axes(profile: Profile, max_over_all: Callable[[list[float]], list[float]]) -> list[str]:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.interleaved_timing import mean_over_ranks, time_interleaved
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -28,6 +27,7 @@ from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_median_range
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 TIMED_STEPS = 3
 """Steps of each variant in which its all-to-alls are timed, after the steps that measure step time."""

@@ -8,9 +8,6 @@ import torch
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import StepReport
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, resolve
-from xfuser_cocodiff.engine.settings.options import OFF
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -18,6 +15,9 @@ from xfuser_cocodiff.lab.bench.transformer import Step
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.xdit.settings.options import OFF
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 
 _RUN_STEPS = 50
 """Number of steps of the run that lossy modes are timed in."""

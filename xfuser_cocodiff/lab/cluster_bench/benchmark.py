@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
@@ -24,6 +23,7 @@ from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, format_remaining
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 _KEY = (
     *("machine", "nodes", "model", "resolution", "batch", "text_tokens"),

@@ -21,7 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xfuser_cocodiff.engine.attention import overlap_schedule
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator import device_type
@@ -41,6 +40,7 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 _WARMUP_STEPS = 3
 """Steps after which a variant is in a steady state: layers are known, V's source is verified, schedules are set."""

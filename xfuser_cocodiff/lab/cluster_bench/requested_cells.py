@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
-from xfuser_cocodiff.engine.settings.options import EXACT, MODES
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
@@ -17,6 +15,8 @@ from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import ALIASES as MODEL_ALIASES
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
+from xfuser_cocodiff.xdit.settings.options import EXACT, MODES
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 DEFAULT = "default"
 """Name that stands for all variants of :data:`DEFAULT_MODES` that apply to a cell."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.lab.simulation.step_time import StepEstimate, estimate_step
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 LARGEST_SLOWDOWN = 1.3
 """Simulated step time over the best one up to which a split is measured. The simulator is asked to be within 10 % of

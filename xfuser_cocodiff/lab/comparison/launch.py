@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
+from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
 
 POLL_SECONDS = 0.2
 TERMINATION_SECONDS = 40

@@ -18,8 +18,6 @@ from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import EXACT, MODES
 from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
@@ -27,6 +25,8 @@ from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.xdit.launching import single_rank
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.options import EXACT, MODES
 
 FP8 = "FP8 as in xDiT"
 ROW_FP8 = "FP8 as in cache-dit"

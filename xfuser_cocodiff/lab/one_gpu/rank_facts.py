@@ -13,7 +13,6 @@ from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.comm import failure_detection, groups
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench import transformer, variant
@@ -24,6 +23,7 @@ from xfuser_cocodiff.lab.one_gpu.measuring import Setting
 from xfuser_cocodiff.lab.one_gpu.runner import Row
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 FULL_WIDTH = {"width": 24 * 128, "tokens": 64 * 64, "heads": 24}
 """FLUX.1-dev at 1024 pixels."""

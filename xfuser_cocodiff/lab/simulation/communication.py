@@ -13,8 +13,6 @@ import torch
 from xfuser_cocodiff.engine.compression import modes, reference_memory
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.settings.options import PAPER
-from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
@@ -25,6 +23,8 @@ from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
+from xfuser_cocodiff.xdit.settings.options import PAPER
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 _DTYPE = torch.bfloat16
 _STOCK_OPERATORS = 3

@@ -8,14 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.settings.config import default_mode
-from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
 from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, Computation, compute, layer_time
 from xfuser_cocodiff.lab.simulation.layers import LayerKind
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
+from xfuser_cocodiff.xdit.settings.config import default_mode
+from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import torch
 from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
-from xfuser_cocodiff.engine.settings.config import Overlap
 from xfuser_cocodiff.engine.topology import head_groups
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import Overlap
 
 
 def head_groups_to_check(

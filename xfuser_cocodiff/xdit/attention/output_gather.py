@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import is_captured
 from xfuser_cocodiff.xdit.session.session import Session, active
+from xfuser_cocodiff.xdit.settings.ring_placement import INNER
 
 
 def patches() -> list[Patch]:

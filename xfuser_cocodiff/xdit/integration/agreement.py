@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from xfuser_cocodiff.engine.settings.options import ENABLE_OPTION
 from xfuser_cocodiff.xdit.integration import option_errors
 from xfuser_cocodiff.xdit.integration.option_errors import OptionError
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION
 
 TIMEOUT = timedelta(minutes=10)
 """Longest wait for the reports of other ranks, which may take much longer to load."""

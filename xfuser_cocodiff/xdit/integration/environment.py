@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from xfuser_cocodiff.engine.autotune import tuning_cache
-from xfuser_cocodiff.engine.settings import config
-from xfuser_cocodiff.engine.settings.options import OFF
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.integration.device_facts import device_facts, package_version
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
+from xfuser_cocodiff.xdit.settings import config
+from xfuser_cocodiff.xdit.settings.options import OFF
 
 _REQUIRED = ("xfuser-cocodiff", "xfuser", "torch", "diffusers", "transformers")
 _OPTIONAL = ("flash-attn", "intel-extension-for-pytorch", "oneccl-bindings-for-pytorch")

@@ -12,17 +12,17 @@ from typing import Any
 
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
-from xfuser_cocodiff.engine.settings import ignored_options
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, is_enabled, resolve
-from xfuser_cocodiff.engine.settings.options import OPTIONS
-from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 from xfuser_cocodiff.xdit.session import usp_versions
+from xfuser_cocodiff.xdit.settings import ignored_options
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, check_variables, is_enabled, resolve
+from xfuser_cocodiff.xdit.settings.options import OPTIONS
+from xfuser_cocodiff.xdit.settings.removed_options import REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 _ARGS = "xfuser.config.args"
 

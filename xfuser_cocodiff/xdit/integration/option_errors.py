@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from xfuser_cocodiff.engine.settings.config import check_variables, is_enabled, resolve
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
+from xfuser_cocodiff.xdit.settings.config import check_variables, is_enabled, resolve
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 EXIT_STATUS = 2
 

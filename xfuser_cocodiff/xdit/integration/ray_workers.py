@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
 
 
 def patches() -> list[Patch]:

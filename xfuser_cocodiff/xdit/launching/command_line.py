@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
+from xfuser_cocodiff.xdit.settings.options import OPTIONS
 
 _LAUNCH_OPTIONS = ("master_port", "output_directory")
 """Options that differ between launches of the same run."""

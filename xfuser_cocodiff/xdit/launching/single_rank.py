@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.xdit.session.session import active
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 RING = "ring"
 """Exchange of K and V along slow axes by a ring, beside those of :mod:`plans`."""

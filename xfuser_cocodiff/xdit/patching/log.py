@@ -3,7 +3,7 @@
 import logging
 import os
 
-from xfuser_cocodiff.engine.settings.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
+from xfuser_cocodiff.xdit.settings.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
 
 _logger = logging.getLogger("xfuser_cocodiff")
 _logged: set[str] = set()

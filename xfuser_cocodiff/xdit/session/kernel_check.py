@@ -10,11 +10,11 @@ from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.rank_results import RankError, gather_results
 from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session.start_line import gigabytes
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.engine.autotune.codec_probe import CodecSpeed

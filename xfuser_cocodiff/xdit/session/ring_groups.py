@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.settings.ring_placement import INNER, OUTER
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.settings.ring_placement import INNER, OUTER
 
 _placement = ContextVar("placement", default=OUTER)
 """Placement of the ring while xDiT makes its groups."""

@@ -28,8 +28,6 @@ from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
 from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.xdit.layers.layer import Layer
@@ -42,6 +40,8 @@ from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.runs import Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.xdit.settings.options import AUTO, EXACT
 
 
 @dataclass(eq=False)

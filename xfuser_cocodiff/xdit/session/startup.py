@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune import tuning_cache
+from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_comm
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.codec import kernels
@@ -20,9 +21,6 @@ from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
-from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, PAPER
-from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_always, info_once, warn_always, warn_once
@@ -32,6 +30,9 @@ from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_che
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 from xfuser_cocodiff.xdit.session.start_line import start_line
+from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.options import AUTO, EXACT, PAPER
+from xfuser_cocodiff.xdit.settings.ring_placement import INNER
 
 _NO_SLOW_AXIS = (
     "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
@@ -339,17 +340,17 @@ def _set_up_all(
     kernels.use(config.kernels)
     host_group = get_sp_group().cpu_group
     measure_codec = functools.cache(lambda: kernel_check.measure_codec(config, host_group))
-    setup = _set_up(group, config, caches[0], measure_codec, may_gather=may_gather and ring_group is None)
+    setup = _set_up(group, config.comm, caches[0], measure_codec, may_gather=may_gather and ring_group is None)
     if ring_group is None:
         return [setup]
     topology = _ring_topology(config, ring_group)
-    ring_config = replace(config, topology=topology, profile=config.ring_profile, plan=None)
+    ring_config = replace(config.comm, topology=topology, profile=config.ring_profile, plan=None)
     return [setup, _set_up(ring_group, ring_config, caches[1], measure_codec, setup.mesh)]
 
 
 def _set_up(
     group: dist.ProcessGroup,
-    config: CocoDiffConfig,
+    config: CommConfig,
     cache: TuningCache,
     measure_codec: Callable[[], tuple[float, float]],
     ulysses_mesh: Mesh | None = None,
@@ -359,7 +360,7 @@ def _set_up(
 
     Args:
         group: a Ulysses group, or a ring, whose messages share the comm stream of the Ulysses group.
-        config: the options, with the topology of the group.
+        config: config of the group.
         cache: tuning results.
         measure_codec: see :func:`plan_selection.set_up_comm`.
         ulysses_mesh: of the Ulysses group beside a ring, whose comm stream both share.

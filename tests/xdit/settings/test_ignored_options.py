@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from xfuser_cocodiff.engine.settings import ignored_options
-from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.options import OPTIONS, OTHER_VARIABLES
-from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.settings import ignored_options
+from xfuser_cocodiff.xdit.settings.config import resolve
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, OTHER_VARIABLES
+from xfuser_cocodiff.xdit.settings.removed_options import REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.options import Option
+from xfuser_cocodiff.xdit.settings.options import Option
 
 REMOVED_OPTIONS = (
     Option("cocodiff_max_ctas", "COCODIFF_MAX_CTAS", None, "set NCCL_MAX_CTAS, which NCCL reads"),

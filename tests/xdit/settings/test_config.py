@@ -7,11 +7,11 @@ import pytest
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.settings.config import Overlap, parse_slow_axes, resolve
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.settings.config import Overlap, parse_slow_axes, resolve
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 FLAT = Topology.flat(4)
 

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from xfuser_cocodiff.engine.settings.options import OPTIONS, OTHER_VARIABLES, TRACE_VARIABLE
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, OTHER_VARIABLES, TRACE_VARIABLE
 
 PAGE = (Path(__file__).parents[3] / "docs/flags.md").read_text()
 INTERNAL = {TRACE_VARIABLE, CLUSTER_VARIABLE}

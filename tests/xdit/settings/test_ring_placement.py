@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit, place_groups
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
+from xfuser_cocodiff.xdit.settings.config import resolve
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit, place_groups
 
 topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(
     lambda sizes: Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xfuser_cocodiff.engine.settings import removed_options
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
-from xfuser_cocodiff.engine.settings.options import OPTIONS, Option
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.settings import removed_options
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, check_variables, resolve
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, Option
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 LONG = "9" * 5000
 BAD = {

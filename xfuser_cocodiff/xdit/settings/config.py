@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
-from xfuser_cocodiff.engine.settings import removed_options
-from xfuser_cocodiff.engine.settings.options import (
+from xfuser_cocodiff.engine.topology import devices, launcher
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.plans import GATHER, Plan
+from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
+from xfuser_cocodiff.xdit.settings import removed_options
+from xfuser_cocodiff.xdit.settings.options import (
     AUTO,
     ENABLE_OPTION,
     EXACT,
@@ -29,8 +34,8 @@ from xfuser_cocodiff.engine.settings.options import (
     RECORD_VARIABLE,
     Option,
 )
-from xfuser_cocodiff.engine.settings.removed_options import REMOVED_OPTIONS
-from xfuser_cocodiff.engine.settings.ring_placement import (
+from xfuser_cocodiff.xdit.settings.removed_options import REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.ring_placement import (
     OUTER,
     PLACEMENTS,
     GroupPlacement,
@@ -38,10 +43,6 @@ from xfuser_cocodiff.engine.settings.ring_placement import (
     place_groups,
     spans_nodes,
 )
-from xfuser_cocodiff.engine.topology import devices, launcher
-from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.engine.topology.plans import GATHER, Plan
-from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
 
 _ENABLE = next(option for option in OPTIONS if option.field == ENABLE_OPTION)
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
@@ -126,6 +127,20 @@ class CocoDiffConfig:
 
     def __post_init__(self) -> None:
         _check_choice("cocodiff_mode", self.mode, MODES)
+
+    @property
+    def comm(self) -> CommConfig:
+        """Config of the communication of a Ulysses group."""
+        slow_axes = None if self.slow_axes == MEASURED_SLOW_AXES else self.slow_axes
+        return CommConfig(
+            topology=self.topology,
+            plan=self.plan,
+            profile=self.profile,
+            timeout=self.timeout,
+            slow_axes=slow_axes if self.mode != EXACT else (),
+            gathers_coded=self.mode != PAPER,  # which has no gather
+            synchronous=self.synchronous,
+        )
 
 
 def resolve(

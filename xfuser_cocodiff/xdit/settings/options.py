@@ -5,9 +5,9 @@ from typing import Any
 
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.modes import BALANCED, FAST
-from xfuser_cocodiff.engine.settings.ring_placement import PLACEMENTS
 from xfuser_cocodiff.engine.topology import launcher, plans
 from xfuser_cocodiff.engine.topology.topology import NOTATION
+from xfuser_cocodiff.xdit.settings.ring_placement import PLACEMENTS
 
 AUTO = "auto"
 OFF = "off"
