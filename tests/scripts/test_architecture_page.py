@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
 NAMES = {
     "GRIDS": "engine/codec/quantize.py",
-    "MODES": "xdit/settings/options.py",
+    "MODES": "engine/compression/mode_names.py",
     "TABLE": "xdit/layers/v_source.py",
     "PLATFORMS": "xdit/platforms/platform.py",
 }

@@ -14,8 +14,8 @@ from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart
 from xfuser_cocodiff.engine.compression import codec_check, message
 from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
-from xfuser_cocodiff.xdit.settings.options import MODES
 
 CPU = torch.device("cpu")
 

@@ -25,13 +25,13 @@ from xfuser_cocodiff.engine.comm.stages import PendingStage, Stages
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench.device_timer import DeviceTimer
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
-from xfuser_cocodiff.xdit.settings.options import EXACT
 
 CASES = (("flux.1-dev", 1024), ("qwen-image", 2304))
 """Models and image sizes in pixels."""

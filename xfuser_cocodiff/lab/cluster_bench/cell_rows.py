@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.lab.accelerator.transport import Outcome
 from xfuser_cocodiff.lab.cluster_bench import measurement
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
@@ -22,7 +23,6 @@ from xfuser_cocodiff.lab.cluster_bench.validity import Evidence
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK, Variant
 from xfuser_cocodiff.lab.simulation.scenario import STOCK as SIMULATED_STOCK
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
-from xfuser_cocodiff.xdit.settings.options import MODES
 
 _CLEARLY_SLOWER = 1.05
 """Predicted step time over the best one from which on an overlap schedule is not measured; predictions are within 3 %

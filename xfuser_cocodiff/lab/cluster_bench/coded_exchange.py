@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, PAPER
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import GATHER, HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching.single_rank import RING
-from xfuser_cocodiff.xdit.settings.options import EXACT, MODES, PAPER
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 

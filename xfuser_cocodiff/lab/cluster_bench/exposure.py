@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.lab.accelerator.program import Program
 from xfuser_cocodiff.lab.accelerator.transport import Outcome
 from xfuser_cocodiff.lab.cluster_bench.benchmark import variants_by_split
@@ -25,7 +26,6 @@ from xfuser_cocodiff.lab.cluster_bench.scaling import (
 )
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
-from xfuser_cocodiff.xdit.settings.options import EXACT
 
 DEFAULT_MODES = "stock,exact"
 MESSAGES = {"Q, K, V": ("qkv", "qk"), "V alone": ("v",), "ring K, V": ("kv",), "O": ("o",)}

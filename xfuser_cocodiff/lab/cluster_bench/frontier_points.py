@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.lab.cluster_bench.row_names import is_frontier_row, row_name
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, STOCK
-from xfuser_cocodiff.xdit.settings.options import MODES
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.reporting.formatting import (
     NOT_MEASURED,
@@ -13,7 +14,6 @@ from xfuser_cocodiff.lab.reporting.formatting import (
     format_percent,
     format_seconds,
 )
-from xfuser_cocodiff.xdit.settings.options import EXACT
 
 _COLUMNS = (
     *("variant", "U x R", "step time", "speedup", "over best stock", "exposed", "MB", "PSNR"),

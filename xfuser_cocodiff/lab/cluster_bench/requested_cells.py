@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
@@ -15,7 +16,6 @@ from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import ALIASES as MODEL_ALIASES
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
-from xfuser_cocodiff.xdit.settings.options import EXACT, MODES
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 DEFAULT = "default"

@@ -1,8 +1,8 @@
 """Short names of a record's rows for tables and pictures, instead of the notation of `--modes`."""
 
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK
-from xfuser_cocodiff.xdit.settings.options import MODES
 
 TAPA = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""

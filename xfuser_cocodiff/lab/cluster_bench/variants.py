@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
 from xfuser_cocodiff.lab.cluster_bench.stock_splits import LARGEST_SLOWDOWN, divide, rank_stock_splits
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
-from xfuser_cocodiff.xdit.settings.options import MODES
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit
 
 STOCK, BEST_STOCK = "stock", "best_stock"

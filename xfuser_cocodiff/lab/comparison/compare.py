@@ -11,20 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 from xfuser_cocodiff.lab.comparison import emulate, launch, trace
 from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.xdit.launching import command_line
-from xfuser_cocodiff.xdit.settings.options import (
-    ENABLE_OPTION,
-    EXACT,
-    MODES,
-    MULTI_NODE_MODE,
-    OPTIONS,
-    TRACE_VARIABLE,
-)
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, TRACE_VARIABLE
 
 STOCK = "stock"
 _MODE = "cocodiff_mode"

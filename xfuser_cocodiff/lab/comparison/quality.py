@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
@@ -26,7 +27,6 @@ from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.xdit.launching import single_rank
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
-from xfuser_cocodiff.xdit.settings.options import EXACT, MODES
 
 FP8 = "FP8 as in xDiT"
 ROW_FP8 = "FP8 as in cache-dit"

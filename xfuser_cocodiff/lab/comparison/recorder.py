@@ -40,6 +40,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors.torch import save_file
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
@@ -49,7 +50,7 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session import decisions, exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
-from xfuser_cocodiff.xdit.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
+from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE, TRACE_VARIABLE
 
 TIMED_PERIOD = 4
 """One of so many steps has timed communication, and the others measure step time."""

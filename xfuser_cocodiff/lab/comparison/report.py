@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.lab.comparison import charts, summary
 from xfuser_cocodiff.lab.comparison.fidelity import read_picture
 from xfuser_cocodiff.lab.reporting.formatting import (
@@ -17,7 +18,6 @@ from xfuser_cocodiff.lab.reporting.formatting import (
     format_seconds,
     sum_over_axes,
 )
-from xfuser_cocodiff.xdit.settings.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP_CHART, PICTURES = "step.svg", "pictures.png"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.compression import modes, reference_memory
+from xfuser_cocodiff.engine.compression.mode_names import PAPER
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.topology import head_groups, planner
@@ -23,7 +24,6 @@ from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
-from xfuser_cocodiff.xdit.settings.options import PAPER
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 _DTYPE = torch.bfloat16

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.settings.options import EXACT, PAPER
 
 UNCODED_REASON = (
     "heads: coding would add more host time than it saves link time, so layers are lossless; --cocodiff_slow_axes "

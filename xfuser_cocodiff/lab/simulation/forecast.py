@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.simulation import exchange
-from xfuser_cocodiff.xdit.settings.options import MULTI_NODE_MODE
 
 _NUM_ALTERNATIVES = 3
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -22,7 +23,6 @@ from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.lab.simulation.step_time import StepEstimate, estimate_step, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
-from xfuser_cocodiff.xdit.settings.options import MODES
 
 ALIASES = {
     "flux1": "flux.1-dev",

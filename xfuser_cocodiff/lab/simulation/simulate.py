@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation import assumed_change, exchange
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
@@ -11,7 +12,6 @@ from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
-from xfuser_cocodiff.xdit.settings.options import MODES as PLUGIN_MODES
 
 MODES = (STOCK, *PLUGIN_MODES)
 ALL = "all"

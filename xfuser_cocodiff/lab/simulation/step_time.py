@@ -8,14 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xfuser_cocodiff.engine.compression.mode_names import default_mode
 from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, Computation, compute, layer_time
 from xfuser_cocodiff.lab.simulation.layers import LayerKind
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
-from xfuser_cocodiff.xdit.settings.config import default_mode
-from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
+from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit, spans_nodes
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def rank_splits(scenario: Scenario, mode: str | None) -> list[StepEstimate]:
         scenario: model and ranks.
         mode: mode of the plugin, or STOCK; None for the default mode.
     """
-    mode = mode or default_mode(scenario.topology)
+    mode = mode or default_mode(spans_nodes(scenario.topology))
     estimates = [estimate_step(scenario, split, mode) for split in possible_splits(scenario, mode)]
     return sorted(estimates, key=lambda estimate: estimate.cost)
 

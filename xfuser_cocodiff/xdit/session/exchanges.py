@@ -1,9 +1,9 @@
 """Says how attention crosses the slow axes: at the start of a session, and in the record of a run."""
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
 from xfuser_cocodiff.engine.topology.plans import GATHER, HEADS, KV
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
-from xfuser_cocodiff.xdit.settings.options import EXACT, PAPER
 
 
 def announced(config: CocoDiffConfig, slow_axes: str, num_slow: int, may_gather: bool) -> str:

@@ -24,6 +24,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -41,7 +42,7 @@ from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.runs import Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.xdit.settings.options import AUTO, EXACT
+from xfuser_cocodiff.xdit.settings.options import AUTO
 
 
 @dataclass(eq=False)

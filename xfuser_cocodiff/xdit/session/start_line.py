@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.topology.link_profile import SLOW_RATIO, Profile
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.xdit.settings.options import EXACT
 
 
 def start_line(config: CocoDiffConfig, setups: Sequence[CommSetup], kernels_in_use: str | None = None) -> str:

@@ -17,6 +17,7 @@ from xfuser_cocodiff.engine.comm import plan_check
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.plan_check import CheckedMesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
@@ -31,7 +32,7 @@ from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 from xfuser_cocodiff.xdit.session.start_line import start_line
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.xdit.settings.options import AUTO, EXACT, PAPER
+from xfuser_cocodiff.xdit.settings.options import AUTO
 from xfuser_cocodiff.xdit.settings.ring_placement import INNER
 
 _NO_SLOW_AXIS = (

@@ -12,6 +12,7 @@ from typing import Any
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, PAPER, default_mode
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.topology import devices, launcher
@@ -22,15 +23,11 @@ from xfuser_cocodiff.xdit.settings import removed_options
 from xfuser_cocodiff.xdit.settings.options import (
     AUTO,
     ENABLE_OPTION,
-    EXACT,
     LOG_LEVEL_VARIABLE,
     LOG_LEVELS,
-    MODES,
-    MULTI_NODE_MODE,
     OFF,
     OPTIONS,
     OVERLAPS,
-    PAPER,
     RECORD_VARIABLE,
     Option,
 )
@@ -226,8 +223,7 @@ def _is_multi_node(ranks: SequenceRanks, placement: GroupPlacement, environment:
 
 
 def _mode(given: Mapping[str, Given], compresses: bool) -> str:
-    default = MULTI_NODE_MODE if compresses else EXACT
-    return _choice(given["cocodiff_mode"], default, MODES)
+    return _choice(given["cocodiff_mode"], default_mode(compresses), MODES)
 
 
 def _topology(text: str, ranks: SequenceRanks) -> Topology:
@@ -235,11 +231,6 @@ def _topology(text: str, ranks: SequenceRanks) -> Topology:
     if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.count:
         return Topology.parse(text)
     return Topology.parse(text, ranks.ulysses)
-
-
-def default_mode(topology: Topology) -> str:
-    """Return the mode of a run without --cocodiff_mode, by the detected topology of the ranks that share a sequence."""
-    return MULTI_NODE_MODE if spans_nodes(topology) else EXACT
 
 
 def _plan(text: str, topology: Topology, ring: int) -> Plan | None:

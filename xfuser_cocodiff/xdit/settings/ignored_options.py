@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, given_options
-from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, EXACT, OPTIONS, OTHER_VARIABLES
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, OTHER_VARIABLES
 
 _PREFIX = "COCODIFF_"
 _PREFERENCES = (launcher.SHARE_FIELD.removeprefix("cocodiff_"), "cache")

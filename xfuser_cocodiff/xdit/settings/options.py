@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.compression.mode_names import MODES, MULTI_NODE_MODE
 from xfuser_cocodiff.engine.compression.modes import BALANCED, FAST
 from xfuser_cocodiff.engine.topology import launcher, plans
 from xfuser_cocodiff.engine.topology.topology import NOTATION
@@ -11,10 +12,6 @@ from xfuser_cocodiff.xdit.settings.ring_placement import PLACEMENTS
 
 AUTO = "auto"
 OFF = "off"
-EXACT, PAPER = "exact", "paper"
-MODES = (EXACT, PAPER, "balanced", "fast")
-MULTI_NODE_MODE = "balanced"
-"""Default mode of ranks on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
 ENABLE_OPTION = "use_cocodiff"
 """Option that enables the plugin."""
