@@ -23,7 +23,7 @@ def install() -> bool:
         Whether the plugin is installed; False, after one warning, if xDiT is missing or its version is not supported.
     """
     from xfuser_cocodiff.xdit.integration import activation
-    from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
+    from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
     folder = os.environ.get(RECORD_VARIABLE)
     if not folder:

@@ -11,6 +11,7 @@ NAMES = {
     "GRIDS": "engine/codec/quantize.py",
     "MODES": "engine/compression/mode_names.py",
     "TABLE": "xdit/layers/v_source.py",
+    "OPTIONS": "xdit/settings/options.py",
     "PLATFORMS": "xdit/platforms/platform.py",
 }
 """Tables that the page says to extend, with their files."""

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
     from xfuser_cocodiff.xdit.launching import bare_runtime
-    from xfuser_cocodiff.xdit.settings.config import MAX_SECONDS
+    from xfuser_cocodiff.xdit.settings.parsers import MAX_SECONDS
 
     try:
         topology = _topology(options)

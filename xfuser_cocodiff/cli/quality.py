@@ -118,9 +118,10 @@ def make_config(options: argparse.Namespace) -> Any:
     """
     from xfuser_cocodiff.engine.compression.reference_memory import GIB
     from xfuser_cocodiff.engine.topology.topology import Topology
-    from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, parse_virtual_ranks
+    from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit.settings.parsers import virtual as parse_virtual
 
-    virtual, is_ring = parse_virtual_ranks(options.virtual)
+    virtual, is_ring = parse_virtual(options.virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]
     named = options.slow_axes.split(",") if options.slow_axes else axes[:-1] or axes
     if not named or not set(named) <= set(axes):
@@ -142,7 +143,7 @@ def make_config(options: argparse.Namespace) -> Any:
 def _parse_plan(options: argparse.Namespace, virtual: Any, is_ring: bool, slow_axes: tuple[str, ...]) -> Any:
     """Return the plan of `--a2a`, which selects the exchange; None for the default of the modes."""
     from xfuser_cocodiff.engine.topology.plans import GATHER, HIERARCHICAL, Plan
-    from xfuser_cocodiff.xdit.settings.options import AUTO
+    from xfuser_cocodiff.xdit.settings.config import AUTO
 
     if options.a2a == AUTO:
         return None

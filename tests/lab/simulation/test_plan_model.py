@@ -30,7 +30,8 @@ from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step, possible_splits, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
-from xfuser_cocodiff.xdit.settings.config import Overlap, resolve
+from xfuser_cocodiff.xdit.settings.config import Overlap
+from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 
 FAST = 1e12

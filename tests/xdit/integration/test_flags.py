@@ -138,7 +138,7 @@ WRONG = [
     ([{}, {}, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
     ([ENABLED, {}, {}], ["--use_cocodiff: rank 0: given; ranks 1, 2: not given"]),
     ([{}, ENABLED, ENABLED], ["--use_cocodiff: rank 0: not given; ranks 1, 2: given"]),
-    ([{}, {"COCODIFF_ENABLE": "si"}, {}], ["on rank 1: COCODIFF_ENABLE='si' is not valid; valid are 1, true"]),
+    ([{}, {"COCODIFF_ENABLE": "si"}, {}], ["on rank 1: COCODIFF_ENABLE: 'si' is not valid; valid are 1, true"]),
     (
         [ENABLED, {**ENABLED, "COCODIFF_A2A": "flat"}, ENABLED],
         ["differ between ranks: --cocodiff_a2a: ranks 0, 2: not given; rank 1: 'flat'"],

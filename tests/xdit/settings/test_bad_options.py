@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.settings import removed_options
-from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, check_variables, resolve
-from xfuser_cocodiff.xdit.settings.options import OPTIONS, Option
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.option import Option
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
+from xfuser_cocodiff.xdit.settings.variables import check_variables
 
 LONG = "9" * 5000
 BAD = {
@@ -160,15 +162,17 @@ def test_an_axis_named_twice_is_one() -> None:
     assert config_of({**SHARED, "cocodiff_slow_axes": "node,node"}).slow_axes == ("node",)
 
 
-@pytest.mark.parametrize(("field", "value"), removed_options.REMOVED_VALUES)
-def test_removed_values_say_what_holds_instead(field: str, value: str) -> None:
-    successor = removed_options.REMOVED_VALUES[field, value]
+REMOVED_VALUES = [(option.field, *removed) for option in OPTIONS for removed in option.removed.items()]
+
+
+@pytest.mark.parametrize(("field", "value", "successor"), REMOVED_VALUES)
+def test_removed_values_say_what_holds_instead(field: str, value: str, successor: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"--{field}: {value!r} was removed: {successor}")):
         config_of({**SHARED, field: value})
     assert resolve({field: value}, {}, RANKS, "cpu") is None
 
 
-@pytest.mark.parametrize("option", removed_options.REMOVED_OPTIONS, ids=lambda option: option.field)
+@pytest.mark.parametrize("option", REMOVED_OPTIONS, ids=lambda option: option.field)
 def test_removed_options_say_what_holds_instead(option: Option) -> None:
     for values, variables, source in (
         ({option.field: "1"}, {}, option.flag),

@@ -10,7 +10,9 @@ from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.settings.config import Overlap, parse_slow_axes, resolve
+from xfuser_cocodiff.xdit.settings import parsers
+from xfuser_cocodiff.xdit.settings.config import Overlap
+from xfuser_cocodiff.xdit.settings.resolve import default_slow_axes, resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 FLAT = Topology.flat(4)
@@ -98,7 +100,10 @@ def test_default_and_given_slow_axes(
     topology: str, ring: str | None, virtual: bool, given: str | None, expected: tuple[str, ...]
 ) -> None:
     parsed, ring_topology = Topology.parse(topology), Topology.parse(ring) if ring else None
-    assert parse_slow_axes(given or "", parsed, ring_topology, virtual) == expected
+    if given:
+        assert parsers.slow_axes(given, parsed, ring_topology) == expected
+    else:
+        assert default_slow_axes(parsed, ring_topology, virtual) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 from tests import ranks
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.settings import ignored_options
-from xfuser_cocodiff.xdit.settings.config import resolve
-from xfuser_cocodiff.xdit.settings.options import OPTIONS, OTHER_VARIABLES
-from xfuser_cocodiff.xdit.settings.removed_options import REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
+from xfuser_cocodiff.xdit.settings.variables import OTHER_VARIABLES
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 def warnings(values: dict, environment: dict, ring_degree: int = 1) -> list[str]:
     degree = 1 if "cocodiff_virtual" in values else 4
     ranks = SequenceRanks(degree, Topology.flat(degree), ring_degree, Topology.flat(degree * ring_degree))
-    return ignored_options.warnings(values, environment, resolve(values, environment, ranks), ring_degree)
+    return ignored_options.warnings(values, environment, resolve(values, environment, ranks))
 
 
 ENABLED = {"use_cocodiff": True}

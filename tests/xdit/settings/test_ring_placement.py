@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
-from xfuser_cocodiff.xdit.settings.config import resolve
+from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit, place_groups
 
 topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(

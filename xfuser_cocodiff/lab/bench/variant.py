@@ -15,8 +15,9 @@ from xfuser_cocodiff.lab.bench.transformer import Step
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
-from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, resolve
-from xfuser_cocodiff.xdit.settings.options import OFF
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.parsers import OFF
+from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 
 _RUN_STEPS = 50

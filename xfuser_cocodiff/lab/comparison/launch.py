@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
-from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
+from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
 POLL_SECONDS = 0.2
 TERMINATION_SECONDS = 40

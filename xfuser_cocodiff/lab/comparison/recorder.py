@@ -50,7 +50,7 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session import decisions, exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
-from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE, TRACE_VARIABLE
+from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE, TRACE_VARIABLE
 
 TIMED_PERIOD = 4
 """One of so many steps has timed communication, and the others measure step time."""

@@ -8,7 +8,7 @@ from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.topology import json_file
-from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
+from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
 # fmt: off
 PUBLISHED = (

@@ -14,8 +14,8 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.integration.device_facts import device_facts, package_version
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
-from xfuser_cocodiff.xdit.settings import config
-from xfuser_cocodiff.xdit.settings.options import OFF
+from xfuser_cocodiff.xdit.settings.parsers import OFF
+from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
 _REQUIRED = ("xfuser-cocodiff", "xfuser", "torch", "diffusers", "transformers")
 _OPTIONAL = ("flash-attn", "intel-extension-for-pytorch", "oneccl-bindings-for-pytorch")
@@ -53,7 +53,7 @@ def describe(degree: int | None = None) -> Environment:
     """
     local, device = launcher.ranks_per_node(os.environ), platform.compute_device()
     degree = degree or int(os.environ.get("WORLD_SIZE", 0)) or local or 1
-    installed, folder = activation.install(), config.cache_folder(os.environ)
+    installed, folder = activation.install(), cache_folder(os.environ)
     return Environment(
         versions={
             "python": machine.python_version(),

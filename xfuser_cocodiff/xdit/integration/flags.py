@@ -19,10 +19,11 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.settings import ignored_options
-from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, check_variables, is_enabled, resolve
-from xfuser_cocodiff.xdit.settings.options import OPTIONS
-from xfuser_cocodiff.xdit.settings.removed_options import REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.resolve import is_enabled, resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
+from xfuser_cocodiff.xdit.settings.variables import check_variables
 
 _ARGS = "xfuser.config.args"
 
@@ -154,7 +155,7 @@ def agree_on_config(
         config, proposals = replace(config, kernels=kernels.TORCH), _with_torch_kernels(proposals)
     if differences := _differences(proposals):
         raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {differences}")
-    for warning in ignored_options.warnings(values, os.environ, config, ring_degree):
+    for warning in ignored_options.warnings(values, os.environ, config):
         warn_once(warning)
     return config
 

@@ -8,8 +8,9 @@ from types import TracebackType
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
-from xfuser_cocodiff.xdit.settings.config import check_variables, is_enabled, resolve
+from xfuser_cocodiff.xdit.settings.resolve import is_enabled, resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
+from xfuser_cocodiff.xdit.settings.variables import check_variables
 
 EXIT_STATUS = 2
 

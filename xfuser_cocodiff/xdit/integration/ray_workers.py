@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.settings.options import RECORD_VARIABLE
+from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
 
 def patches() -> list[Patch]:

@@ -3,7 +3,7 @@
 import logging
 import os
 
-from xfuser_cocodiff.xdit.settings.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
+from xfuser_cocodiff.xdit.settings.variables import LOG_LEVEL_VARIABLE, LOG_LEVELS
 
 _logger = logging.getLogger("xfuser_cocodiff")
 _logged: set[str] = set()
@@ -75,7 +75,7 @@ def _log(level: int, message: str) -> None:
 def _configure() -> None:
     """Set the level that COCODIFF_LOG_LEVEL names, and write to stderr if the program has not configured logging.
 
-    A value that is not valid counts as not given here: `config.check_variables` raises an error about it.
+    A value that is not valid counts as not given here: `check_variables` raises an error about it.
     """
     global _handler, _previous_level
     text = os.environ.get(LOG_LEVEL_VARIABLE, "").lower()

@@ -41,8 +41,7 @@ from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.runs import Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
-from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.xdit.settings.options import AUTO
+from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap
 
 
 @dataclass(eq=False)

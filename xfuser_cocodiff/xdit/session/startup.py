@@ -31,8 +31,7 @@ from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_che
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 from xfuser_cocodiff.xdit.session.start_line import start_line
-from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.xdit.settings.options import AUTO
+from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.ring_placement import INNER
 
 _NO_SLOW_AXIS = (

@@ -4,48 +4,35 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
-from xfuser_cocodiff.engine.topology import launcher
-from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, given_options
-from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, OTHER_VARIABLES
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.option import Option, given_options
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS
+from xfuser_cocodiff.xdit.settings.variables import OTHER_VARIABLES
 
 _PREFIX = "COCODIFF_"
-_PREFERENCES = (launcher.SHARE_FIELD.removeprefix("cocodiff_"), "cache")
-"""Options that may be set permanently; the first one acts even without the plugin."""
-_COMPRESSION = ("slow_axes", "memory_budget")
-"""Options of lossy modes."""
-_COMMUNICATION = ("topology", "ring", "a2a", "timeout", "v_first", "head_groups")
-"""Options of communication between ranks."""
 
 
-def warnings(
-    values: Mapping[str, Any], environment: Mapping[str, str], config: CocoDiffConfig | None, ring_degree: int
-) -> list[str]:
-    """Return a warning for each group of options that the user set without effect.
+def warnings(values: Mapping[str, Any], environment: Mapping[str, str], config: CocoDiffConfig | None) -> list[str]:
+    """Return a warning for each reason for which options that the user set have no effect, and each unknown variable.
 
     Args:
         values: option fields as parsed; None or False means not given.
         environment: environment variables of the process.
         config: config that the options resolve to; None if the plugin is not enabled.
-        ring_degree: Ring degree.
     """
-    sources = {field.removeprefix("cocodiff_"): source for field, source in given_options(values, environment).items()}
+    sources: dict[str, list[str]] = {}
+    for option, _, source in given_options(OPTIONS, values, environment).values():
+        if reason := _reason(option, config):
+            sources.setdefault(reason, []).append(source)
+    ignored = [f"{', '.join(names)}: no effect {reason}" for reason, names in sources.items()]
+    return [*_unknown_variables(environment), *ignored]
 
-    def ignored(names: tuple[str, ...], reason: str) -> Iterator[str]:
-        if given := [source for name, source in sources.items() if name in names]:
-            yield f"{', '.join(given)}: no effect {reason}"
 
-    messages = list(_unknown_variables(environment))
+def _reason(option: Option, config: CocoDiffConfig | None) -> str | None:
+    """Return the first reason for which an option has no effect; None if it has one."""
     if config is None:
-        rest = tuple(name for name in sources if name not in (ENABLE_OPTION, *_PREFERENCES))
-        return [*messages, *ignored(rest, f"without --{ENABLE_OPTION}")]
-    if config.virtual:
-        messages += ignored(_COMMUNICATION, "with --cocodiff_virtual: one rank does not communicate")
-    elif ring_degree == 1:
-        messages += ignored(("ring",), "without --ring_degree above 1")
-    if config.mode == EXACT:
-        messages += ignored(_COMPRESSION, f"in mode {EXACT!r}")
-    return messages
+        return None if option.is_preference else f"without --{ENABLE_OPTION}"
+    return next((each.reason for each in option.ignored if each.holds(config)), None)
 
 
 def _unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:

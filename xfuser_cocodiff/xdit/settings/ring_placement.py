@@ -60,18 +60,20 @@ class SequenceRanks:
         return self.ulysses * self.ring
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GroupPlacement:
     """Topologies and link profiles of the Ulysses groups and rings of a run."""
 
     topology: Topology
     """Topology of a Ulysses group."""
+    ring: str = OUTER
+    """Placement of the ring, one of PLACEMENTS."""
     ring_topology: Topology | None = None
     """Topology of a ring; None without one."""
     profile: Profile | None = None
-    """Link profile of a Ulysses group, taken from one of all ranks; None if there is none."""
+    """Link profile of a Ulysses group; None lets the planner probe its links."""
     ring_profile: Profile | None = None
-    """Link profile of a ring, taken from one of all ranks; None if there is none."""
+    """Link profile of a ring; None lets the planner probe its links."""
 
 
 def place_groups(
@@ -89,25 +91,27 @@ def place_groups(
         ValueError: the groups do not align with the axes of the profile.
     """
     if ranks.ring == 1:
-        return GroupPlacement(given or ranks.detected)
+        return GroupPlacement(topology=given or ranks.detected, ring=placement)
     assert ranks.full_topology  # there is a ring
     full = given if given and given.size == ranks.count else ranks.full_topology
     known = profile if profile and profile.topology == full and given in (None, full) else None
-    if ranks.ulysses == 1:
-        return GroupPlacement(ranks.detected, full, None, known)
     split = UlyssesRingSplit(ranks.ulysses, ranks.ring, placement)
     if known and not split.fits(full):
         raise ValueError(
             f"{placement!r} is not valid: Ulysses groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not "
             f"align with the axes of the profile, {full}; valid are degrees that do, or no --cocodiff_profile"
         )
-    ring_topology = split.ring_topology(full)
-    if given not in (None, full):
-        return GroupPlacement(given, ring_topology)
-    is_detected = placement == OUTER and not given and not known
-    topology = ranks.detected if is_detected else split.ulysses_topology(full)
+    topology, ring_topology = split.ulysses_topology(full), split.ring_topology(full)
+    if given not in (None, full):  # of a Ulysses group
+        topology = given
+    elif placement == OUTER and not given and not known:
+        topology = ranks.detected
     return GroupPlacement(
-        topology, ring_topology, known and known.restrict_to(topology), known and known.restrict_to(ring_topology)
+        topology=topology,
+        ring=placement,
+        ring_topology=ring_topology,
+        profile=known and known.restrict_to(topology),
+        ring_profile=known and known.restrict_to(ring_topology),
     )
 
 
