@@ -15,7 +15,6 @@ from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
-from xfuser_cocodiff.engine.topology.plans import Plan
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
 # Launches are cheap and messages expensive, so that small messages have hierarchical plans.
@@ -113,18 +112,3 @@ def coding_costs(rank: int) -> list[CodingCost | None]:
 
 def test_host_time_counts_where_slow_axes_are_measured_and_is_agreed_on() -> None:
     assert ranks.run(coding_costs, 4) == [[CodingCost(1e-6, 4e-4), None]] * 4
-
-
-def single_stages(rank: int) -> list[list[bool]]:
-    """Return whether small and large coded all-to-alls are single-stage, with the planner and with a named plan."""
-    profile = profile_of([2, 2], [1e6, 1e7], latency=1e-3, launch=1e-4)
-    results = []
-    for plan in (None, Plan.hierarchical(profile.topology)):
-        config = CommConfig(topology=profile.topology, slow_axes=("node",), plan=plan)
-        partition = plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile)).partition
-        results.append([partition.is_single_stage(size) for size in (1000, 1_000_000)])
-    return results
-
-
-def test_coded_all_to_alls_are_single_stage_where_the_planner_predicts_a_gain() -> None:
-    assert ranks.run(single_stages, 4) == [[[False, True], [False, False]]] * 4

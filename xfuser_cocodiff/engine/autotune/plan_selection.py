@@ -231,11 +231,7 @@ def _partition(
     def part(part_group: dist.ProcessGroup, topology: Topology) -> Mesh:
         return _with_planner(_new_mesh(config, device, part_group, topology), profile)
 
-    partition = AxisPartition.over(group, mesh, slow_axes, part)
-    if partition and profile and config.plan is None:  # a named plan is for lossless messages; coded ones take stages
-        is_single_stage = functools.partial(planner.is_single_stage, profile, slow_axes=slow_axes)
-        partition = replace(partition, is_single_stage=is_single_stage)
-    return partition
+    return AxisPartition.over(group, mesh, slow_axes, part)
 
 
 def _measured_slow_axes(profile: Profile, max_over_all: Callable[[list[float]], list[float]]) -> list[str]:

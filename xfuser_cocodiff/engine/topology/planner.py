@@ -22,7 +22,7 @@ graphs."""
 GATHER_MARGIN = 0.03
 """Fraction of the time of a layer's messages that gathering K and V must save to be tried. Autotuning compares both."""
 CODED_RATIO = 0.1
-"""Typical size of a coded message relative to the original, by which single-stage all-to-alls are chosen."""
+"""Typical size of a coded message relative to the original, by which a run decides before it knows the bits."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,17 @@ def comm_stages(
     profile: Profile,
     message_bytes: float,
     payload_bytes: float | None = None,
-    single_stage: bool = False,
     slow_axes: Sequence[str] = (),
 ) -> list[CommStage]:
     """Return the collectives of an all-to-all, with the best plan for each.
 
-    A lossless all-to-all is one collective over all axes. A coded one in stages first crosses the fast axes unencoded;
-    blocks for other ranks on slow axes are then encoded and cross those. A coded single-stage all-to-all sends encoded
-    blocks along all axes, and beside it the blocks that stay within the fast axes unencoded.
+    A lossless all-to-all is one collective over all axes. A coded one first crosses the fast axes unencoded; blocks for
+    other ranks on slow axes are then encoded and cross those.
 
     Args:
         profile: link profile.
         message_bytes: size of the message of each rank, including the block that it keeps.
         payload_bytes: size of the encoded message; None for a lossless all-to-all.
-        single_stage: whether a coded all-to-all is single-stage; without effect if all axes are slow.
         slow_axes: names of the slow axes.
     """
     slow, fast = divide_axes(profile, slow_axes)
@@ -124,51 +121,26 @@ def comm_stages(
         parts = [(profile, message_bytes)]
     elif fast is None:
         parts = [(slow, payload_bytes)]
-    elif single_stage:
-        parts = [(profile, payload_bytes), (fast, message_bytes / slow.topology.size)]
     else:
         parts = [(fast, message_bytes), (slow, payload_bytes)]
     return [CommStage(part, choose_plan(part, size), size) for part, size in parts]
-
-
-def is_single_stage(profile: Profile, message_bytes: float, slow_axes: Sequence[str]) -> bool:
-    """Return whether coded all-to-alls of a layer are single-stage.
-
-    A single stage saves most of the bytes on fast axes, and costs more messages.
-
-    Args:
-        profile: link profile.
-        message_bytes: a medium size among the layer's messages. All of them are sent the same way, because link
-            references depend on it.
-        slow_axes: names of the slow axes.
-    """
-    staged, single = (
-        _seconds(comm_stages(profile, message_bytes, CODED_RATIO * message_bytes, single_stage, slow_axes))
-        for single_stage in (False, True)
-    )
-    return single < (1 - MARGIN) * staged
 
 
 def coded_all_to_all_seconds(
     profile: Profile,
     message_bytes: float,
     payload_bytes: float | None = None,
-    single_stage: bool = False,
     slow_axes: Sequence[str] = (),
 ) -> float:
     """Return the predicted time of an all-to-all by the best plans, including the time to encode and decode.
 
     For the arguments see :func:`comm_stages`.
     """
-    seconds = _seconds(comm_stages(profile, message_bytes, payload_bytes, single_stage, slow_axes))
+    seconds = sum(all_to_all_seconds(*stage) for stage in comm_stages(profile, message_bytes, payload_bytes, slow_axes))
     if payload_bytes is None:
         return seconds
     num_slow = num_ranks_along(profile.topology, slow_axes)
     return seconds + message_bytes * (num_slow - 1) / num_slow / profile.codec_bytes_per_second
-
-
-def _seconds(stages: Sequence[CommStage]) -> float:
-    return sum(all_to_all_seconds(*stage) for stage in stages)
 
 
 class SentSizes(NamedTuple):

@@ -88,11 +88,6 @@ class LayerCommunication:
         """Whether a lossy mode leaves the layer lossless; it is then sent by heads, in one head group."""
         if self._is_uncoded:
             self._schedule = self.gather = None
-        # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
-        message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
-        self._single_stage = self._num_slots > 1 and planner.is_single_stage(
-            scenario.link_profile(self.group, message), message, self._slow_axes
-        )
 
     @property
     def is_coded_gather(self) -> bool:
@@ -210,11 +205,11 @@ class LayerCommunication:
             return [
                 Payloads(None, None, size, None) for size in self.gather.payloads(self._schedule, _DTYPE, self._bits)
             ]
-        num_links = self._split.ulysses if self._single_stage else self._num_slots
-        groups, shard = self._split.ulysses // num_links, self._scenario.shard
+        num_slots, shard = self._num_slots, self._scenario.shard
+        groups = self._split.ulysses // num_slots
         columns = [
-            self._encoded_bytes(self._num_slots, "qkv", groups, [shard.num_tokens(name) for name in "qkv"], num_links),
-            self._encoded_bytes(self._num_slots, "o", groups, [shard.num_tokens("o")], num_links),
+            self._encoded_bytes(num_slots, "qkv", groups, [shard.num_tokens(name) for name in "qkv"], num_slots),
+            self._encoded_bytes(num_slots, "o", groups, [shard.num_tokens("o")], num_slots),
             [None] * self._scenario.steps,
             self._encoded_bytes(self._num_ring_slots, "kv", 1, [self._split.ulysses * shard.keys] * 2, 1),
         ]
@@ -325,7 +320,7 @@ class LayerCommunication:
         payload: float | None = payloads.o
         if names != "o":
             payload = None if payloads.qkv is None else payloads.qkv * len(names) / 3
-        arguments = profile, size, payload, self._single_stage, self._slow_axes
+        arguments = profile, size, payload, self._slow_axes
         sent_bytes, collectives = Counter[str](), 0
         for stage in planner.comm_stages(*arguments):
             sent_bytes.update(stage.plan.sent_bytes(stage.message_bytes))
