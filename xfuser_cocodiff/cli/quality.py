@@ -122,11 +122,13 @@ def make_config(options: argparse.Namespace) -> Any:
     from xfuser_cocodiff.xdit.settings.parsers import virtual as parse_virtual
 
     virtual, is_ring = parse_virtual(options.virtual)
-    axes = [axis.name for axis in virtual.axes if axis.size > 1]
+    axes = virtual.moving_axes
     named = options.slow_axes.split(",") if options.slow_axes else axes[:-1] or axes
     if not named or not set(named) <= set(axes):
         raise ValueError(f"--slow_axes {options.slow_axes!r} is not valid; --virtual {virtual} has {', '.join(axes)}")
     slow_axes = tuple(name for name in axes if name in named)
+    if slow_axes != axes[: len(slow_axes)]:
+        raise ValueError(f"--slow_axes {options.slow_axes!r} is not valid: they must be the outermost of {virtual}")
     budget = options.memory_budget
     if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"--memory_budget {budget} is not valid; valid are GiB above 0")

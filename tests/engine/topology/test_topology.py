@@ -73,7 +73,7 @@ def test_groups_of_each_axis_partition_the_ranks(shape: list[int]) -> None:
             assert [topology.coordinates(rank)[dim] for rank in group] == list(range(size))
 
 
-def test_levels_count_axes_with_several_ranks() -> None:
-    assert Topology.parse("1x4x1", 4).levels == 1
-    assert Topology.parse("2x2", 4).levels == 2
-    assert Topology.flat(1).levels == 0
+def test_axes_of_several_ranks_are_named() -> None:
+    assert Topology.parse("1x4x1", 4).moving_axes == ("gpu",)
+    assert Topology.parse("2x2", 4).moving_axes == ("node", "gpu")
+    assert Topology.flat(1).moving_axes == ()

@@ -111,6 +111,7 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
         (["--seeds", "0"], "--seeds 0"),
         (["--memory_budget", "-1"], "--memory_budget -1.0 is not valid"),
         (["--slow_axes", "tile"], "--slow_axes 'tile' is not valid; --virtual node=2,gpu=2 has node, gpu"),
+        (["--slow_axes", "gpu"], "--slow_axes 'gpu' is not valid: they must be the outermost of node=2,gpu=2"),
         (["--virtual", "4x1", "--slow_axes", "gpu"], "--slow_axes 'gpu' is not valid; --virtual node=4,gpu=1 has node"),
         (["--a2a", "gpu,node=kv"], "--a2a 'gpu,node=kv' is not valid; valid are 'flat', 'hierarchical', or stages"),
         (["--a2a", "hierarchical:tile,node=kv"], "--a2a 'hierarchical:tile,node=kv' must name each of the axes node, "),

@@ -88,8 +88,10 @@ def test_errors_name_option_value_and_valid_set(values: dict, environment: dict,
         ("node=1,gpu=4", None, False, None, ()),
         ("gpu=2,tile=2", None, False, None, ()),
         ("gpu=4", "node=2", False, None, ("node",)),
-        ("node=2,gpu=2", None, False, "gpu", ("gpu",)),
+        ("node=2,gpu=2", None, False, "gpu,node", ("gpu", "node")),
+        ("node=1,gpu=2,tile=2", None, False, "gpu", ("gpu",)),
         ("node=2,gpu=2", None, False, "auto", ("auto",)),
+        ("gpu=4", "node=2", False, "gpu", ("gpu",)),
         ("gpu=4", "node=2", False, "node, gpu", ("node", "gpu")),
         ("gpu=4", None, True, None, ("gpu",)),
         ("node=2,gpu=3,tile=2", None, True, None, ("node", "gpu")),
@@ -106,9 +108,20 @@ def test_default_and_given_slow_axes(
         assert default_slow_axes(parsed, ring_topology, virtual) == expected
 
 
+@pytest.mark.parametrize("virtual", [None, "node=2,gpu=3,tile=2"])
+@pytest.mark.parametrize("given", ["gpu", "tile", "gpu,tile", "node,tile"])
+def test_slow_axes_inside_fast_ones_are_refused(given: str, virtual: str | None) -> None:
+    topology = Topology.parse("node=2,gpu=3,tile=2")
+    ranks = SequenceRanks(1, Topology.flat(1)) if virtual else SequenceRanks(12, topology)
+    values = {"use_cocodiff": True, "cocodiff_slow_axes": given, "cocodiff_virtual": virtual}
+    valid = rf"of {topology} valid are 'auto', 'node', 'node,gpu', 'node,gpu,tile'$"
+    with pytest.raises(ValueError, match=rf"^--cocodiff_slow_axes: '{given}' is not valid: .* outermost .*{valid}"):
+        resolve(values, {}, ranks)
+
+
 @pytest.mark.parametrize(
     ("device_type", "given", "expected"),
-    [("cpu", None, ("node",)), ("cuda", None, ("auto",)), ("xpu", None, ("auto",)), ("cuda", "gpu", ("gpu",))],
+    [("cpu", None, ("node",)), ("cuda", None, ("auto",)), ("xpu", None, ("auto",)), ("cuda", "node", ("node",))],
 )
 def test_slow_axes_are_measured_on_accelerators(device_type: str, given: str | None, expected: tuple[str, ...]) -> None:
     values = {"use_cocodiff": True, "cocodiff_mode": "fast", "cocodiff_slow_axes": given}

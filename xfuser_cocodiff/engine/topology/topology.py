@@ -77,9 +77,9 @@ class Topology:
         return topology
 
     @property
-    def levels(self) -> int:
-        """Number of axes with more than one rank."""
-        return sum(axis.size > 1 for axis in self.axes)
+    def moving_axes(self) -> tuple[str, ...]:
+        """Names of the axes with more than one rank, along which messages move."""
+        return tuple(axis.name for axis in self.axes if axis.size > 1)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return the position of a rank on each axis, outermost first."""

@@ -140,7 +140,25 @@ def slow_axes(text: str, topology: Topology, ring: Topology | None) -> tuple[str
         raise ValueError(
             f"{text!r} is not valid; valid are {AUTO!r} and axes of the topology {topology}{of_ring} {', '.join(known)}"
         )
+    for each in (topology, ring):
+        if each:
+            _check_outermost(text, names, each)
     return names
+
+
+def _check_outermost(text: str, names: tuple[str, ...], topology: Topology) -> None:
+    """Check that slow axes are the outermost ones of a topology, as far as it has them; axes of one rank do not count.
+
+    Raises:
+        ValueError: an axis is inside one that is not named.
+    """
+    moving = topology.moving_axes
+    slow = tuple(name for name in moving if name in names)
+    if slow != moving[: len(slow)]:
+        valid = ", ".join(repr(",".join(moving[:count])) for count in range(1, len(moving) + 1))
+        raise ValueError(
+            f"{text!r} is not valid: slow axes must be the outermost ones; of {topology} valid are {AUTO!r}, {valid}"
+        )
 
 
 def virtual(text: str, degree: int = 1) -> tuple[Topology, bool]:
