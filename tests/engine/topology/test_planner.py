@@ -38,14 +38,20 @@ message_sizes = st.integers(1, 2**30)
     ("sizes", "speeds", "slow"),
     [
         ([2, 3, 2], [0.05e9, 0.15e9, 1e9], ("node", "gpu")),
+        ([2, 3, 2], [0.15e9, 0.05e9, 1e9], ("node", "gpu")),
         ([2, 3, 2], [0.15e9, 0.18e9, 1e9], ()),  # none is so slow that codecs pay for it alone
         ([1, 3, 2], [0.05e9, 0.15e9, 1e9], ()),  # nothing crosses an axis of one rank
-        ([2, 3, 2], [1e9, 0.09e9, 0.21e9], ("gpu",)),
+        ([1, 3, 2], [1e9, 0.05e9, 1e9], ("gpu",)),
+        ([2, 3, 2], [1e9, 0.05e9, 0.05e9], ()),  # inside a fast axis
+        ([2, 3, 2], [0.05e9, 1e9, 0.05e9], ("node",)),
     ],
 )
 def test_slow_axes_by_links_and_codec(sizes: list[int], speeds: list[float], slow: tuple[str, ...]) -> None:
-    """The codec of all machines here has 1 GB/s."""
-    assert profile_of(sizes, speeds, latency=0.0, launch=0.0).slow_axes == slow
+    """Codec and copies of all machines here have 1 GB/s."""
+    machine = profile_of(sizes, speeds, latency=0.0, launch=0.0)
+    assert machine.slow_axes == slow
+    assert machine.may_have_slow_axes == bool(slow)
+    assert not machine.with_codec(0.0, 0.0).slow_axes
 
 
 def test_predictions_equal_times_computed_by_hand() -> None:

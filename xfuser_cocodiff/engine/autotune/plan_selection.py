@@ -153,10 +153,7 @@ def _plans_of(config: CommConfig) -> list[Plan] | None:
 
 def _may_gather(config: CommConfig, partition: AxisPartition) -> bool:
     """Return whether coded layers may gather K and V along the slow axes, by the config."""
-    names = partition.slow_axis_names
-    if not config.gathers_coded or not planner.has_outermost(config.topology, names):
-        return False
-    return config.plan is None or config.plan.gathered_axes == names
+    return config.gathers_coded and (config.plan is None or config.plan.gathered_axes == partition.slow_axis_names)
 
 
 def _lossless_gathered_axes(config: CommConfig, profile: Profile | None, device: torch.device) -> tuple[str, ...]:

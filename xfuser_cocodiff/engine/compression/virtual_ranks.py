@@ -31,7 +31,6 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
     is_finite,
     joint_for,
 )
-from xfuser_cocodiff.engine.topology.planner import has_outermost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 _HEAD_DIM, _TOKEN_DIM = 1, 2
@@ -71,8 +70,7 @@ class VirtualRanks:
     @property
     def gather_layout(self) -> AxisLayout | None:
         """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
-        may_gather = self.may_gather and not self.is_ring and has_outermost(self.topology, self.slow_axes)
-        return self._layout if may_gather else None
+        return self._layout if self.may_gather and not self.is_ring else None
 
     def is_divisible(self, size: int) -> bool:
         """Return whether a number of heads, or of tokens of a segment, is divisible by the number of ranks."""

@@ -1,5 +1,6 @@
 """Link profiles: latency and bandwidth of a machine's links, measured by a probe or taken from a data sheet."""
 
+import itertools
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 SLOW_RATIO, FURTHER_SLOW_RATIO = 0.1, 0.2
-"""Ratios of link bandwidth to codec throughput below which an axis is slow: the first one, and further axes, whose
-values are encoded anyway. Both are far below 1 because lossless communication is mostly hidden behind attention, and
-encoding is not. In `cocodiff bench cluster`, coding saves 1 to 79 % of the step where the ratio is 0.075 or less; where
-it is 0.11 to 0.18, the step is 11 % longer to 2 % shorter."""
+"""Ratios of link bandwidth to codec throughput below which an axis is slow: one of them, and further axes, whose values
+are encoded anyway. Slow axes are the outermost ones: an axis inside one that is not slow is not slow either. Both are
+far below 1 because lossless communication is mostly hidden behind attention, and encoding is not. In `cocodiff bench
+cluster`, coding saves 1 to 79 % of the step where the ratio is 0.075 or less; where it is 0.11 to 0.18, the step is
+11 % longer to 2 % shorter."""
 _SPEEDS = ("copy_bytes_per_second", "codec_bytes_per_second")
 
 
@@ -49,18 +51,20 @@ class Profile:
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """Names of the axes on which codecs save time, outermost first; see SLOW_RATIO."""
-        if not self.codec_bytes_per_second:
-            return ()
-        ratios = {link.name: link.bytes_per_second / self.codec_bytes_per_second for link in self.moving_links}
-        is_any_slow = any(ratio < SLOW_RATIO for ratio in ratios.values())
-        return tuple(name for name, ratio in ratios.items() if is_any_slow and ratio < FURTHER_SLOW_RATIO)
+        """Names of the outermost axes on which codecs save time; none where the codec was not measured."""
+        return self._slow_axes_at(self.codec_bytes_per_second)
 
     @property
     def may_have_slow_axes(self) -> bool:
         """Whether an axis may be slow whatever the codec's throughput, which is below that of a copy: the codec reads
         and writes its values too, and their references besides."""
-        return any(link.bytes_per_second < SLOW_RATIO * self.copy_bytes_per_second for link in self.moving_links)
+        return bool(self._slow_axes_at(self.copy_bytes_per_second))
+
+    def _slow_axes_at(self, codec_bytes_per_second: float) -> tuple[str, ...]:
+        """Return the names of the outermost axes that are slow beside a codec; see SLOW_RATIO."""
+        further, pays = FURTHER_SLOW_RATIO * codec_bytes_per_second, SLOW_RATIO * codec_bytes_per_second
+        slow = [*itertools.takewhile(lambda link: link.bytes_per_second < further, self.moving_links)]
+        return tuple(link.name for link in slow) if any(link.bytes_per_second < pays for link in slow) else ()
 
     @property
     def moving_links(self) -> list[AxisLink]:

@@ -279,13 +279,6 @@ def divide_axes(profile: Profile, slow_axes: Sequence[str]) -> tuple[Profile | N
     return restrict(True), restrict(False)
 
 
-def has_outermost(topology: Topology, axes: Sequence[str]) -> bool:
-    """Return whether some axes are the outermost of those with more than one rank, as gathering K and V requires."""
-    moving = [axis.name for axis in topology.axes if axis.size > 1]
-    named = [name for name in moving if name in axes]
-    return bool(named) and moving[: len(named)] == named
-
-
 def rank_plans(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
     """Return all plans of an all-to-all with their predicted seconds, best first.
 

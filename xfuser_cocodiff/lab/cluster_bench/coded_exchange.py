@@ -37,7 +37,7 @@ def coded_exchanges(cell: dict[str, Any], row: dict[str, Any], heads: tuple[int,
             gathers = GATHER in plan
         else:
             num_slow = planner.num_ranks_along(group, slow_axes)
-            can_gather = mode != PAPER and split.ring == 1 and planner.has_outermost(group, slow_axes)
+            can_gather = mode != PAPER and split.ring == 1
             sizes = SentSizes.of(*(heads or (group.size, group.size)), num_slow, group.size // num_slow)
             gathers = can_gather and planner.gathers_kv(num_slow, sizes)
         found.append(KV if gathers else HEADS)

@@ -131,8 +131,7 @@ class LayerCommunication:
             by_heads = [self._tensor_bytes(name) for name in "qkv"]
             profile = self._scenario.link_profile(self.group, self._tensor_bytes("q"))
             return gather if gather.is_tried(profile, by_heads) else None
-        is_outermost = self._mode != PAPER and planner.has_outermost(self.group, self._slow_axes)
-        if is_outermost and planner.gathers_kv(self._num_slots, self._sent_sizes):
+        if self._mode != PAPER and planner.gathers_kv(self._num_slots, self._sent_sizes):
             return KvGather(self._scenario, self.group, self._slow_axes)
         return None
 

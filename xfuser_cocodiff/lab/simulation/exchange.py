@@ -53,8 +53,6 @@ def lossy_reason(group: Topology, slow_axes: Sequence[str], sizes: SentSizes, mo
         return f"heads {along}: mode {PAPER!r} does not gather K and V"
     if has_ring:
         return f"heads {along}: beside a ring, K and V are not gathered"
-    if not planner.has_outermost(group, slow_axes):
-        return f"heads {along}: K and V are gathered along the outermost axes only"
     ratios = byte_ratios(num_slow, sizes)
     if planner.gathers_kv(num_slow, sizes):
         return f"kv {along}, {num_slow} coordinates: {ratios}, and Q and O stay exact"

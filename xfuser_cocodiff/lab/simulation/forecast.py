@@ -49,7 +49,7 @@ def _exchange(profile: Profile) -> dict[str, str]:
     """Return how coded attention with as many heads of K and V as of Q crosses each axis, without a ring."""
     topology, slow = profile.topology, profile.slow_axes
     gathers = planner.gathers_kv(planner.num_ranks_along(topology, slow), _SIZES)
-    return exchange.by_axis(topology, slow if gathers and planner.has_outermost(topology, slow) else ())
+    return exchange.by_axis(topology, slow if gathers else ())
 
 
 def show(record: dict[str, Any]) -> None:
