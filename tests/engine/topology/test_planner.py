@@ -136,13 +136,6 @@ def test_small_messages_have_hierarchical_plans_and_large_ones_flat_plans() -> N
     assert str(planner.choose_plan(machine, 10_000_000)) == "flat"
 
 
-def test_coded_all_to_alls_cross_the_fast_axes_unencoded_then_the_slow_ones() -> None:
-    """12 MB, two nodes of two GPUs: 6 MB across GPUs, then 0.6 MB across nodes, in two messages."""
-    machine = dataclasses.replace(profile_of([2, 2], [1e6, 1e7], 0.05, launch=0.0), codec_bytes_per_second=1e7)
-    predicted = planner.coded_all_to_all_seconds(machine, MESSAGE, 0.1 * MESSAGE, ["node"])
-    assert predicted == pytest.approx(0.6 + 0.6 + 2 * 0.05 + MESSAGE / 2 / 1e7)
-
-
 def test_v_is_sent_early_where_its_bytes_cost_more_than_a_call() -> None:
     """2 ranks at 1 MB/s; half of the bytes of a message cross the link, and a call costs 10 ms."""
     machine = profile_of([2], [1e6], latency=0.0, launch=0.01)
@@ -273,11 +266,3 @@ def test_lossless_layers_try_to_gather_where_the_bytes_or_padded_heads_are_fewer
     assert planner.gather_pays(machine, ["node"], [size * 4 / 3] * 3, [size] * 3)  # 24 heads, padded to 32
     eight = profile_of([8, 4], [1e9, 1e11], 0, 0)
     assert not planner.gather_pays(eight, ["node"], [size, size / 4, size / 4], [size, size / 4, size / 4])
-
-
-def test_blocks_of_a_coded_ring_cross_the_fast_axes_once() -> None:
-    """After those of other nodes have been decoded, a rank sends them and its own block to the others of its node."""
-    machine = profile_of([3, 4], [1e8, 1e9], 0, 0)
-    stages = planner.ring_stages(machine, MESSAGE, MESSAGE / 8, ["node"])
-    found = [(stage.profile.topology.size, stage.message_bytes) for stage in stages]
-    assert found == [(3, MESSAGE / 8), (4, MESSAGE), (4, 2 * MESSAGE)]

@@ -24,6 +24,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes,
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import assumed_change, plan_model, sharding
+from xfuser_cocodiff.lab.simulation.collectives import sent_bytes
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.exchange import HEADS, KV
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
@@ -337,7 +338,7 @@ def test_estimates_equal_traffic_and_references_of_real_ranks(
     estimate = estimate_step(scenario, split, mode)
     assert estimate.exchange.get("node", HEADS) == exchange
     if mode == "exact":
-        tensors = [Plan.hierarchical(topology).sent_bytes(scenario.message_bytes(name)) for name in "qkvo"]
+        tensors = [sent_bytes(Plan.hierarchical(topology), scenario.message_bytes(name)) for name in "qkvo"]
         expected = {axis: scenario.layer_calls * sum(sent[axis] for sent in tensors) for axis in tensors[0]}
     else:
         expected = Counter(estimate.sent_bytes) + Counter(estimate.ring_bytes)

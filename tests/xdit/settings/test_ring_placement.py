@@ -1,6 +1,5 @@
 """Placement of Ulysses groups and rings: topologies against the ranks themselves, and options."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,6 +12,7 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
+from xfuser_cocodiff.lab.simulation.collectives import all_to_all, coded_all_to_all, ring_gather
 from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit, place_groups
 
@@ -68,23 +68,22 @@ def test_predicted_times_of_both_placements() -> None:
     part = {split: known.restrict_to(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
     ring = {split: known.restrict_to(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
     # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
-    assert planner.coded_all_to_all_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
+    assert all_to_all(part[OUTER], 4e6).seconds == pytest.approx(2, rel=1e-3)
     assert planner.gather_seconds(ring[OUTER], Plan.flat(ring[OUTER].topology), 2e6) == pytest.approx(2, rel=1e-3)
-    assert planner.coded_all_to_all_seconds(part[INNER], 4e6) == pytest.approx(3, rel=1e-3)
+    assert all_to_all(part[INNER], 4e6).seconds == pytest.approx(3, rel=1e-3)
     assert planner.gather_seconds(ring[INNER], Plan.flat(ring[INNER].topology), 2e6) == pytest.approx(0, abs=1e-3)
     # Coded, a quarter of what crosses nodes.
-    assert planner.coded_all_to_all_seconds(part[INNER], 4e6, 1e6, slow_axes=["node"]) == pytest.approx(0.75, rel=1e-3)
+    assert coded_all_to_all(part[INNER], 4e6, 1e6, ["node"]).seconds == pytest.approx(0.75, rel=1e-3)
 
 
 def test_predicted_times_of_a_ring() -> None:
-    """2 nodes of 4 GPUs at 1 MB/s between nodes; K and V of 2 MB on each rank. Only nodes take time, and codecs."""
-    known = dataclasses.replace(profile("2x4", 1e6, FAST), codec_bytes_per_second=4e7)
+    """2 nodes of 4 GPUs at 1 MB/s between nodes; K and V of 2 MB on each rank. Only nodes take time."""
+    known = profile("2x4", 1e6, FAST)
     flat, best = Plan.flat(known.topology), planner.choose_gather_plan(known, 2e6)
     assert planner.gather_seconds(known, flat, 2e6) == pytest.approx(8, rel=1e-3)  # a block to each of 4 ranks there
     assert best.stages[0] == (0,) and planner.gather_seconds(known, best, 2e6) == pytest.approx(2, rel=1e-3)
-    assert planner.ring_seconds(known, 2e6) == pytest.approx(2, rel=1e-3)
-    # An eighth of it, and its own block and another one through the codec.
-    assert planner.ring_seconds(known, 2e6, 0.25e6, ["node"]) == pytest.approx(0.25 + 0.1, rel=1e-3)
+    assert ring_gather(known, 2e6).seconds == pytest.approx(2, rel=1e-3)
+    assert ring_gather(known, 2e6, 0.25e6, ["node"]).seconds == pytest.approx(0.25, rel=1e-3)  # an eighth of it
 
 
 WHOLE = Topology.parse("2x4")

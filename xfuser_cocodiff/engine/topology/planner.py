@@ -90,59 +90,6 @@ def early_send_pays(profile: Profile, plan_for: Callable[[int], Plan], early_byt
     return extra_call + rest < (1 - EARLY_SEND_MARGIN) * together
 
 
-class CommStage(NamedTuple):
-    """One collective of a coded all-to-all or all-gather, along all axes or some of them."""
-
-    profile: Profile
-    plan: Plan
-    message_bytes: float
-    """Size of each rank's message before the collective."""
-
-
-def comm_stages(
-    profile: Profile,
-    message_bytes: float,
-    payload_bytes: float | None = None,
-    slow_axes: Sequence[str] = (),
-) -> list[CommStage]:
-    """Return the collectives of an all-to-all, with the best plan for each.
-
-    A lossless all-to-all is one collective over all axes. A coded one first crosses the fast axes unencoded; blocks for
-    other ranks on slow axes are then encoded and cross those.
-
-    Args:
-        profile: link profile.
-        message_bytes: size of the message of each rank, including the block that it keeps.
-        payload_bytes: size of the encoded message; None for a lossless all-to-all.
-        slow_axes: names of the slow axes.
-    """
-    slow, fast = divide_axes(profile, slow_axes)
-    if payload_bytes is None or slow is None:
-        parts = [(profile, message_bytes)]
-    elif fast is None:
-        parts = [(slow, payload_bytes)]
-    else:
-        parts = [(fast, message_bytes), (slow, payload_bytes)]
-    return [CommStage(part, choose_plan(part, size), size) for part, size in parts]
-
-
-def coded_all_to_all_seconds(
-    profile: Profile,
-    message_bytes: float,
-    payload_bytes: float | None = None,
-    slow_axes: Sequence[str] = (),
-) -> float:
-    """Return the predicted time of an all-to-all by the best plans, including the time to encode and decode.
-
-    For the arguments see :func:`comm_stages`.
-    """
-    seconds = sum(all_to_all_seconds(*stage) for stage in comm_stages(profile, message_bytes, payload_bytes, slow_axes))
-    if payload_bytes is None:
-        return seconds
-    num_slow = num_ranks_along(profile.topology, slow_axes)
-    return seconds + message_bytes * (num_slow - 1) / num_slow / profile.codec_bytes_per_second
-
-
 class SentSizes(NamedTuple):
     """Sizes of Q and K on a rank, with zero-padded heads, in any unit; V has that of K, and O that of Q."""
 
@@ -189,7 +136,7 @@ def gather_pays(
     """
 
     def all_to_alls(part: Profile, sizes: Sequence[float]) -> float:
-        return sum(coded_all_to_all_seconds(part, size) for size in (sum(sizes), sizes[0]))
+        return sum(all_to_all_seconds(part, choose_plan(part, size), size) for size in (sum(sizes), sizes[0]))
 
     slow, fast = divide_axes(profile, gathered_axes)
     assert slow  # they have several ranks
@@ -197,11 +144,6 @@ def gather_pays(
     seconds = gather_seconds(slow, choose_gather_plan(slow, kv_bytes), kv_bytes)
     seconds += all_to_alls(fast, gathered) if fast else 0.0
     return seconds < (1 - GATHER_MARGIN) * all_to_alls(profile, by_heads)
-
-
-def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
-    """Return the number of coordinates on the named axes."""
-    return math.prod(axis.size for axis in topology.axes if axis.name in axes)
 
 
 def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
@@ -226,47 +168,7 @@ def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
 
 def choose_gather_plan(profile: Profile, block_bytes: float) -> Plan:
     """Return the best plan for an all-gather of blocks of this size."""
-
-    def penalized_seconds(plan: Plan) -> float:
-        return gather_seconds(profile, plan, block_bytes) / (1 - MARGIN * _extra_stages(plan))
-
-    return min(candidates(profile.topology), key=penalized_seconds)
-
-
-def ring_seconds(
-    profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
-) -> float:
-    """Return the predicted time to gather the K and V of all ranks of a ring, by the best plans.
-
-    Args:
-        profile: link profile of the ring.
-        block_bytes: size of K and V of a rank.
-        payload_bytes: size of the encoded block for slow axes; None for a lossless ring.
-        slow_axes: names of the slow axes.
-    """
-    stages = ring_stages(profile, block_bytes, payload_bytes, slow_axes)
-    seconds = sum(gather_seconds(*stage) for stage in stages)
-    if payload_bytes is None:
-        return seconds
-    return seconds + stages[0].profile.topology.size * block_bytes / profile.codec_bytes_per_second
-
-
-def ring_stages(
-    profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
-) -> list[CommStage]:
-    """Return the all-gathers of a ring, with the best plan for each; for the arguments see :func:`ring_seconds`.
-
-    A coded block crosses the slow axes first. A rank's own block and those that it has decoded then cross the fast
-    ones.
-    """
-    slow, fast = divide_axes(profile, slow_axes)
-    if payload_bytes is None or slow is None:
-        return [CommStage(profile, choose_gather_plan(profile, block_bytes), block_bytes)]
-    sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
-    return [
-        CommStage(slow, choose_gather_plan(slow, payload_bytes), payload_bytes),
-        *(CommStage(fast, choose_gather_plan(fast, size), size) for size in sizes if fast),
-    ]
+    return _fastest(profile, lambda plan: gather_seconds(profile, plan, block_bytes))
 
 
 def divide_axes(profile: Profile, slow_axes: Sequence[str]) -> tuple[Profile | None, Profile | None]:
@@ -279,25 +181,11 @@ def divide_axes(profile: Profile, slow_axes: Sequence[str]) -> tuple[Profile | N
     return restrict(True), restrict(False)
 
 
-def rank_plans(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
-    """Return all plans of an all-to-all with their predicted seconds, best first.
-
-    They are sorted by their times, increased by the margin that each additional stage must save.
-    """
-    timed = [(plan, all_to_all_seconds(profile, plan, message_bytes)) for plan in candidates(profile.topology)]
-    return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _extra_stages(pair[0])))
-
-
 def choose_plan(profile: Profile, message_bytes: float) -> Plan:
     """Return the best plan for an all-to-all of this message size."""
-    return rank_plans(profile, message_bytes)[0][0]
+    return _fastest(profile, lambda plan: all_to_all_seconds(profile, plan, message_bytes))
 
 
-def _extra_stages(plan: Plan) -> int:
-    return len(plan.stages) - 1
-
-
-def lower_bound_seconds(profile: Profile, message_bytes: float) -> float:
-    """Return a lower bound over all plans: the time of the busiest axis for the bytes that must cross it."""
-    flat = Plan.flat(profile.topology).stages[0]
-    return stage_cost(profile, flat, message_bytes).wire / profile.contention
+def _fastest(profile: Profile, seconds: Callable[[Plan], float]) -> Plan:
+    """Return the plan of the least time, of which each stage beyond the first must save MARGIN."""
+    return min(candidates(profile.topology), key=lambda plan: seconds(plan) / (1 - MARGIN * (len(plan.stages) - 1)))

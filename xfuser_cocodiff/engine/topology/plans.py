@@ -112,33 +112,6 @@ class Plan:
         """Names of the axes along which K and V are gathered."""
         return tuple(self.topology.axes[dim].name for dim in self.stages[-1]) if self.gathers_kv else ()
 
-    def sent_bytes(self, message_bytes: float) -> dict[str, float]:
-        """Return the bytes that a rank sends along each axis in an all-to-all, by name.
-
-        A peer belongs to the outermost axis on which it differs.
-
-        Args:
-            message_bytes: size of the rank's message, including the block that it keeps.
-        """
-        sent = dict.fromkeys((axis.name for axis in self.topology.axes), 0.0)
-        for stage in self.stages:
-            block = message_bytes / math.prod(self.topology.shape[dim] for dim in stage)
-            for dim in reversed(stage):
-                axis = self.topology.axes[dim]
-                sent[axis.name] += (axis.size - 1) * block
-                block *= axis.size
-        return sent
-
-    def gathered_bytes(self, block_bytes: float) -> dict[str, float]:
-        """Return the bytes that a rank sends along each axis in an all-gather of blocks of this size, by name."""
-        sent = dict.fromkeys((axis.name for axis in self.topology.axes), 0.0)
-        for stage in self.stages:
-            for dim in reversed(stage):
-                axis = self.topology.axes[dim]
-                sent[axis.name] += (axis.size - 1) * block_bytes
-                block_bytes *= axis.size
-        return sent
-
     def _label(self, stage: Stage) -> str:
         if self.is_flat and len(stage) != 1 and not self.gathers_kv:
             return FLAT

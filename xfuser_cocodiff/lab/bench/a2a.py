@@ -23,6 +23,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
+from xfuser_cocodiff.lab.simulation.collectives import lower_bound_seconds
 
 SIZES = (*(4**power for power in range(6, 13)), 2**25)
 """Bytes per rank: 4 KB to 32 MB."""
@@ -126,7 +127,7 @@ def _tensor(size: int, topology: Topology, device: torch.device) -> torch.Tensor
 def _bound(size: int, cluster: links.Cluster | None, profile: Profile) -> float:
     """Return the transfer time of the busiest link, at its emulated rate, else at its probed bandwidth; seconds."""
     if cluster is None:
-        return planner.lower_bound_seconds(profile, size)
+        return lower_bound_seconds(profile, size)
     share = size / cluster.size
     return max(
         share * len(link.ranks) / (cluster.rate(link.axis) * 1e6 / 8)

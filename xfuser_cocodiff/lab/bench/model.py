@@ -16,7 +16,6 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.interleaved_timing import mean_over_ranks, time_interleaved
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench import transformer, variant
@@ -26,6 +25,7 @@ from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_median_range
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
+from xfuser_cocodiff.lab.simulation.collectives import lower_bound_seconds
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
@@ -168,7 +168,7 @@ def _bound(exact_bytes: Sequence[int], profile: Profile | None, each: Variant, a
     """
     if profile is None:
         return None
-    transfer = sum(planner.lower_bound_seconds(profile, size) for size in exact_bytes)
+    transfer = sum(lower_bound_seconds(profile, size) for size in exact_bytes)
     return alone + each.bytes_slow_fraction * transfer if each.runtime else max(alone, transfer)
 
 

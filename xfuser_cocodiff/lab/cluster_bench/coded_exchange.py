@@ -7,6 +7,7 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import GATHER, HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.collectives import num_ranks_along
 from xfuser_cocodiff.xdit.launching.single_rank import RING
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
@@ -32,15 +33,15 @@ def coded_exchanges(cell: dict[str, Any], row: dict[str, Any], heads: tuple[int,
     full = Topology.parse(cell["topology"], split.ulysses * split.ring)
     group = split.ulysses_topology(full)
     found = []
-    if planner.num_ranks_along(group, slow_axes) > 1:
+    if num_ranks_along(group, slow_axes) > 1:
         if plan:
             gathers = GATHER in plan
         else:
-            num_slow = planner.num_ranks_along(group, slow_axes)
+            num_slow = num_ranks_along(group, slow_axes)
             can_gather = mode != PAPER and split.ring == 1
             sizes = SentSizes.of(*(heads or (group.size, group.size)), num_slow, group.size // num_slow)
             gathers = can_gather and planner.gathers_kv(num_slow, sizes)
         found.append(KV if gathers else HEADS)
-    if planner.num_ranks_along(split.ring_topology(full), slow_axes) > 1:
+    if num_ranks_along(split.ring_topology(full), slow_axes) > 1:
         found.append(RING)
     return tuple(found)

@@ -4,7 +4,6 @@ A layer reshards Q, K, V and O by heads, or gathers K and V along slow axes, see
 """
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +19,13 @@ from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.simulation import assumed_change, exchange
+from xfuser_cocodiff.lab.simulation.collectives import (
+    all_gather,
+    all_to_all,
+    coded_all_to_all,
+    num_ranks_along,
+    ring_gather,
+)
 from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
@@ -80,8 +86,8 @@ class LayerCommunication:
             assumed_change.bits_of(self._schedule, scenario.steps, scenario.changes) if self._schedule else None
         )
         self._slow_axes, self._ring_slow_axes = map(scenario.slow_axes_of, (self.group, self.ring))
-        self._num_slots = planner.num_ranks_along(self.group, self._slow_axes)
-        self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
+        self._num_slots = num_ranks_along(self.group, self._slow_axes)
+        self._num_ring_slots = num_ranks_along(self.ring, self._ring_slow_axes)
         self.gather = self._gather()
         """Gather of K and V that the layer uses, or tries in a lossless mode; None where it reshards by heads."""
         self._is_uncoded = self._schedule is not None and not self._coding_saves_time()
@@ -110,7 +116,7 @@ class LayerCommunication:
         sizes = self.gather.layer_sizes if self.gather else self._layer_sizes
         saved = added = 0.0
         for group, slow_axes, coordinates, num_tensors in parts:
-            if planner.num_ranks_along(group, slow_axes) > 1:
+            if num_ranks_along(group, slow_axes) > 1:
                 profile = self._scenario.link_profile(group, self._scenario.message_bytes("q"))
                 cost = CodingCost.of(profile, slow_axes)
                 saved += cost.saved_link_seconds(sizes.slow_axis_bytes(*coordinates))
@@ -312,24 +318,17 @@ class LayerCommunication:
         if self.padded_heads > self._scenario.workload.heads:
             operators += _PADDING_OPERATORS * len(names)
             copies += names != "o"  # O loses the padding in a copy that it has anyway
-        if is_flat:
-            flat = Plan.flat(self.group)
-            seconds = planner.all_to_all_seconds(profile, flat, size)
-            return Message(seconds, flat.sent_bytes(size), size, 1, copies, operators)
         payload: float | None = payloads.o
         if names != "o":
             payload = None if payloads.qkv is None else payloads.qkv * len(names) / 3
-        arguments = profile, size, payload, self._slow_axes
-        sent_bytes, collectives = Counter[str](), 0
-        for stage in planner.comm_stages(*arguments):
-            sent_bytes.update(stage.plan.sent_bytes(stage.message_bytes))
-            collectives += len(stage.plan.stages)
-        if payload is not None:
-            operators += _CODEC_OPERATORS[self._mode] * len(names) // 4
-        seconds, codec_seconds = planner.coded_all_to_all_seconds(*arguments), 0.0
-        if payload is not None:
-            codec_seconds = size * (self._num_slots - 1) / self._num_slots / profile.codec_bytes_per_second
-        return Message(seconds, sent_bytes, size, collectives, copies, operators, codec_seconds)
+        if payload is None:
+            cost = all_to_all(profile, size, Plan.flat(self.group) if is_flat else None)
+            return Message(cost.seconds, cost.sent_bytes, size, cost.collectives, copies, operators)
+        operators += _CODEC_OPERATORS[self._mode] * len(names) // 4
+        cost = coded_all_to_all(profile, size, payload, self._slow_axes)
+        codec_seconds = size * (self._num_slots - 1) / self._num_slots / profile.codec_bytes_per_second
+        seconds = cost.seconds + codec_seconds
+        return Message(seconds, cost.sent_bytes, size, cost.collectives, copies, operators, codec_seconds)
 
     def ring_gather(self, payload: int | None) -> Gather:
         """Return the all-gather of K and V in a ring, given the encoded bytes of a block."""
@@ -338,15 +337,11 @@ class LayerCommunication:
         block = 2 * self._tensor_bytes("k")
         profile = self._scenario.link_profile(self.ring, self._split.ring * block)
         if self._is_stock:
-            flat = Plan.flat(self.ring)
-            return Gather(planner.gather_seconds(profile, flat, block), flat.gathered_bytes(block), 1, _STOCK_OPERATORS)
-        arguments = profile, block, payload, self._ring_slow_axes
-        sent_bytes, collectives = Counter[str](), 0
-        for stage in planner.ring_stages(*arguments):
-            sent_bytes.update(stage.plan.gathered_bytes(stage.message_bytes))
-            collectives += len(stage.plan.stages)
+            cost = all_gather(profile, block, Plan.flat(self.ring))
+            return Gather(cost.seconds, cost.sent_bytes, cost.collectives, _STOCK_OPERATORS)
+        cost = ring_gather(profile, block, payload, self._ring_slow_axes)
         operators, codec_seconds = _PLUGIN_OPERATORS, 0.0
         if payload is not None:
             operators += _CODEC_OPERATORS[self._mode] // 2
             codec_seconds = self._num_ring_slots * block / profile.codec_bytes_per_second
-        return Gather(planner.ring_seconds(*arguments), sent_bytes, collectives, operators, codec_seconds)
+        return Gather(cost.seconds + codec_seconds, cost.sent_bytes, cost.collectives, operators, codec_seconds)

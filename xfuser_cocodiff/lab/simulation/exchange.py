@@ -7,6 +7,7 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.collectives import num_ranks_along
 
 UNCODED_REASON = (
     "heads: coding would add more host time than it saves link time, so layers are lossless; --cocodiff_slow_axes "
@@ -45,7 +46,7 @@ def lossy_reason(group: Topology, slow_axes: Sequence[str], sizes: SentSizes, mo
         mode: mode of the plugin.
         has_ring: whether there is a ring beside the group.
     """
-    num_slow = planner.num_ranks_along(group, slow_axes)
+    num_slow = num_ranks_along(group, slow_axes)
     if num_slow == 1:
         return ""
     along = f"along {' and '.join(slow_axes)}"

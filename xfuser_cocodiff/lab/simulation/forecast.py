@@ -7,9 +7,10 @@ from xfuser_cocodiff.engine.compression.mode_names import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.planner import SentSizes
-from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.simulation import exchange
+from xfuser_cocodiff.lab.simulation.collectives import num_ranks_along
 
 _NUM_ALTERNATIVES = 3
 
@@ -27,11 +28,12 @@ def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
     rows = []
     for size in sizes:
         chosen, flat = planner.choose_plan(profile, size), Plan.flat(profile.topology)
-        best = [plan for plan, _ in planner.rank_plans(profile, size)[:_NUM_ALTERNATIVES]]
-        for plan in dict.fromkeys((chosen, flat, *best)):
-            seconds = planner.all_to_all_seconds(profile, plan, size)
-            row = {"bytes_per_rank": size, "plan": str(plan), "predicted_seconds": seconds, "chosen": plan == chosen}
-            rows.append(row)
+        seconds = {plan: planner.all_to_all_seconds(profile, plan, size) for plan in candidates(profile.topology)}
+        best = sorted(seconds, key=seconds.__getitem__)[:_NUM_ALTERNATIVES]
+        rows += [
+            {"bytes_per_rank": size, "plan": str(plan), "predicted_seconds": seconds[plan], "chosen": plan == chosen}
+            for plan in dict.fromkeys((chosen, flat, *best))
+        ]
     return {
         **host.header(),
         "topology": str(profile.topology),
@@ -48,7 +50,7 @@ def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
 def _exchange(profile: Profile) -> dict[str, str]:
     """Return how coded attention with as many heads of K and V as of Q crosses each axis, without a ring."""
     topology, slow = profile.topology, profile.slow_axes
-    gathers = planner.gathers_kv(planner.num_ranks_along(topology, slow), _SIZES)
+    gathers = planner.gathers_kv(num_ranks_along(topology, slow), _SIZES)
     return exchange.by_axis(topology, slow if gathers else ())
 
 

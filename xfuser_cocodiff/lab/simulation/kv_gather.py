@@ -1,6 +1,5 @@
 """Predicts the messages of a layer that gathers K and V along some axes, and reshards by heads along the others."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.collectives import CommCost, all_gather, all_to_all, num_ranks_along
 from xfuser_cocodiff.lab.simulation.layer_time import Message
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
 from xfuser_cocodiff.lab.simulation.scenario import Scenario
@@ -29,7 +29,7 @@ class KvGather:
 
     def __init__(self, scenario: Scenario, group: Topology, axes: tuple[str, ...]) -> None:
         self._scenario, self._group, self.axes = scenario, group, axes
-        self.num_slow = planner.num_ranks_along(group, axes)
+        self.num_slow = num_ranks_along(group, axes)
         """Coordinates whose K and V a rank gathers."""
         self.num_fast = group.size // self.num_slow
         """Ranks over which heads are divided."""
@@ -88,28 +88,23 @@ class KvGather:
         size = self.tensor_bytes(names) // groups
         profile = self._scenario.link_profile(self._group, size)
         slow, fast = planner.divide_axes(profile, self.axes)
-        sent_bytes, seconds, collectives, copies, calls = Counter[str](), 0.0, 0, 0, 0
-        codec_seconds = 0.0
+        costs, copies, calls, codec_seconds = [], 0, 0, 0.0
         if fast:
-            plan = planner.choose_plan(fast, size)
-            seconds += planner.all_to_all_seconds(fast, plan, size)
-            sent_bytes.update(plan.sent_bytes(size))
-            collectives, copies, calls = len(plan.stages), _COPIES, operators
+            costs.append(all_to_all(fast, size))
+            copies, calls = _COPIES, operators
         gathered = [name for name in names if name in "kv"]
         if gathered and slow:
             block = self.tensor_bytes("".join(gathered)) // groups
             sent = block if payload is None else payload / groups * len(gathered) / 2
-            gather_plan = planner.choose_gather_plan(slow, sent)
-            seconds += planner.gather_seconds(slow, gather_plan, sent)
-            sent_bytes.update(gather_plan.gathered_bytes(sent))
-            collectives += len(gather_plan.stages)
+            costs.append(all_gather(slow, sent))
             if payload is None:  # into one message, and out of it
                 copies += round((1 + self.num_slow) * block / size)
                 calls += operators
             else:
                 # Both encoding a block and decoding one takes half of the codec's time for it.
                 codec_seconds = self.num_slow * block / 2 / profile.codec_bytes_per_second
-                seconds += codec_seconds
                 copies += 1
                 calls += operators // 2 + codec_operators * len(gathered) // 4
-        return Message(seconds, sent_bytes, size if collectives else 0, collectives, copies, calls, codec_seconds)
+        cost, nbytes = CommCost.sum(costs), size if costs else 0
+        seconds = cost.seconds + codec_seconds
+        return Message(seconds, cost.sent_bytes, nbytes, cost.collectives, copies, calls, codec_seconds)

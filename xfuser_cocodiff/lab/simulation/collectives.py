@@ -1,0 +1,138 @@
+"""Predicts collectives by the planner's cost model: seconds, and bytes along each axis."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class CommCost:
+    """Cost of one collective or of several, one after the other, on a rank; without codecs."""
+
+    seconds: float
+    sent_bytes: dict[str, float]
+    """Bytes that the rank sends along each axis, by name."""
+    collectives: int
+    """Number of collectives: the stages of their plans."""
+
+    @classmethod
+    def sum(cls, costs: Iterable["CommCost"]) -> "CommCost":
+        """Return the cost of all of them."""
+        seconds, sent, collectives = 0.0, defaultdict[str, float](float), 0
+        for each in costs:
+            seconds, collectives = seconds + each.seconds, collectives + each.collectives
+            for axis, nbytes in each.sent_bytes.items():
+                sent[axis] += nbytes
+        return cls(seconds, sent, collectives)
+
+
+def all_to_all(profile: Profile, message_bytes: float, plan: Plan | None = None) -> CommCost:
+    """Return the cost of an all-to-all.
+
+    Args:
+        profile: link profile.
+        message_bytes: size of the message of each rank, including the block that it keeps.
+        plan: its plan; the best one when not given.
+    """
+    plan = plan or planner.choose_plan(profile, message_bytes)
+    seconds = planner.all_to_all_seconds(profile, plan, message_bytes)
+    return CommCost(seconds, sent_bytes(plan, message_bytes), len(plan.stages))
+
+
+def all_gather(profile: Profile, block_bytes: float, plan: Plan | None = None) -> CommCost:
+    """Return the cost of an all-gather.
+
+    Args:
+        profile: link profile.
+        block_bytes: size of the block of each rank.
+        plan: its plan; the best one when not given.
+    """
+    plan = plan or planner.choose_gather_plan(profile, block_bytes)
+    return CommCost(
+        planner.gather_seconds(profile, plan, block_bytes), gathered_bytes(plan, block_bytes), len(plan.stages)
+    )
+
+
+def coded_all_to_all(
+    profile: Profile, message_bytes: float, payload_bytes: float, slow_axes: Sequence[str]
+) -> CommCost:
+    """Return the cost of an all-to-all whose values cross the fast axes first, and then, encoded, the slow ones.
+
+    Args:
+        profile: link profile.
+        message_bytes: size of the message of each rank, including the block that it keeps.
+        payload_bytes: size of the encoded message.
+        slow_axes: names of the slow axes.
+    """
+    slow, fast = planner.divide_axes(profile, slow_axes)
+    parts = [(fast, message_bytes), (slow, payload_bytes)]
+    return CommCost.sum(all_to_all(part, size) for part, size in parts if part)
+
+
+def ring_gather(
+    profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
+) -> CommCost:
+    """Return the cost of gathering K and V of all ranks of a ring.
+
+    A coded block crosses the slow axes first. A rank's own block and those that it has decoded then cross the fast
+    ones.
+
+    Args:
+        profile: link profile of the ring.
+        block_bytes: size of K and V of a rank.
+        payload_bytes: size of the encoded block for slow axes; None for a lossless ring.
+        slow_axes: names of the slow axes.
+    """
+    slow, fast = planner.divide_axes(profile, slow_axes)
+    if payload_bytes is None or slow is None:
+        return all_gather(profile, block_bytes)
+    others_bytes = (slow.topology.size - 1) * block_bytes
+    parts = [(slow, payload_bytes), (fast, block_bytes), (fast, others_bytes)]
+    return CommCost.sum(all_gather(part, size) for part, size in parts if part)
+
+
+def sent_bytes(plan: Plan, message_bytes: float) -> dict[str, float]:
+    """Return the bytes that a rank sends along each axis in an all-to-all, by name.
+
+    A peer belongs to the outermost axis on which it differs.
+
+    Args:
+        plan: plan of the all-to-all.
+        message_bytes: size of the rank's message, including the block that it keeps.
+    """
+    sent = dict.fromkeys((axis.name for axis in plan.topology.axes), 0.0)
+    for stage in plan.stages:
+        block = message_bytes / math.prod(plan.topology.shape[dim] for dim in stage)
+        for dim in reversed(stage):
+            axis = plan.topology.axes[dim]
+            sent[axis.name] += (axis.size - 1) * block
+            block *= axis.size
+    return sent
+
+
+def gathered_bytes(plan: Plan, block_bytes: float) -> dict[str, float]:
+    """Return the bytes that a rank sends along each axis in an all-gather of blocks of this size, by name."""
+    sent = dict.fromkeys((axis.name for axis in plan.topology.axes), 0.0)
+    for stage in plan.stages:
+        for dim in reversed(stage):
+            axis = plan.topology.axes[dim]
+            sent[axis.name] += (axis.size - 1) * block_bytes
+            block_bytes *= axis.size
+    return sent
+
+
+def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
+    """Return the number of coordinates on the named axes."""
+    return math.prod(axis.size for axis in topology.axes if axis.name in axes)
+
+
+def lower_bound_seconds(profile: Profile, message_bytes: float) -> float:
+    """Return a lower bound over all plans: the time of the busiest axis for the bytes that must cross it."""
+    flat = Plan.flat(profile.topology).stages[0]
+    return planner.stage_cost(profile, flat, message_bytes).wire / profile.contention
