@@ -106,8 +106,8 @@ def _for_model(options: argparse.Namespace) -> int:
 
 
 def _probe(group: Any, topology: Any) -> Any:
-    from xfuser_cocodiff.engine.autotune import link_probe
     from xfuser_cocodiff.engine.comm.mesh import Mesh
+    from xfuser_cocodiff.lab.probing import machine_profile
     from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
-    return link_probe.measure(Mesh.over(group, topology, device=compute_device()), compute_device())
+    return machine_profile.measure(Mesh.over(group, topology, device=compute_device()), compute_device())

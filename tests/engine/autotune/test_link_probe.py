@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff.engine.attention.reshard import reshard
-from xfuser_cocodiff.engine.autotune import interleaved_timing, link_probe, plan_selection
+from xfuser_cocodiff.engine.autotune import link_probe, plan_selection, timing
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -25,6 +25,7 @@ from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.probing import machine_profile
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def measure(rank: int, text: str) -> Profile:
     link_probe._LAST_BYTES = 2**20  # more than in other tests, so that messages grow
     topology = Topology.parse(text, dist.get_world_size())
     mesh = Mesh.over(dist.group.WORLD, topology)
-    profile = link_probe.measure(mesh, CPU)
+    profile = machine_profile.measure(mesh, CPU)
     assert not mesh.traffic.calls  # messages of the probe are not counted
     return profile
 
@@ -172,12 +173,12 @@ def is_slow(gigabytes: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> boo
     links, probe = NoisyLinks(1e9 * gigabytes, seed), probe_of("2x4")
     probe.mesh = SimpleNamespace(topology=probe.mesh.topology, stages=links)
     probe.group = object()
-    monkeypatch.setattr(interleaved_timing, "_gather", lambda values, group: values[None])
-    monkeypatch.setattr(interleaved_timing, "_synchronize", links.end_round)
-    monkeypatch.setattr(interleaved_timing, "_barrier", links.barrier)
+    monkeypatch.setattr(timing, "gather", lambda values, group: values[None])
+    monkeypatch.setattr(timing, "_synchronize", links.end_round)
+    monkeypatch.setattr(timing, "barrier", links.barrier)
     without_memory = functools.partial(torch.empty, dtype=torch.uint8, device="meta")
     monkeypatch.setattr(link_probe.torch, "zeros", lambda *sizes, **_: without_memory(sizes))
-    monkeypatch.setattr(interleaved_timing, "time", SimpleNamespace(perf_counter=lambda: links.now))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: links.now))
     profile = probe._measure_links(1e12)
     assert links.now < 1, "seconds of a probe"
     return profile.with_codec(4e11, 0.0).slow_axes == ("node", "gpu")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.autotune.interleaved_timing import time_calls
+from xfuser_cocodiff.engine.autotune.timing import time_calls
 from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, decode, encode
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
+from xfuser_cocodiff.engine.autotune.timing import time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.rank_results import gather_results
 from xfuser_cocodiff.engine.topology import devices
@@ -30,6 +30,8 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 messages mislead, because links with token buckets let the first kilobytes pass unlimited; longer ones cost time."""
 _SMALL_CALLS, _MAX_CALLS, ROUNDS = 3, 64, 4
 """Calls in a row of a tiny message, most calls in a row of a large one, and timed rounds."""
+_SMALL_GROUP, _MAX_FACTOR = 8, 4
+"""Number of ranks for which these calls are enough, and the largest factor for more."""
 _COPIED_BYTES = {False: 2**20, True: 2**27}
 """Size by which copies are timed, by whether the device is asynchronous. On such a device, smaller sizes would show the
 launch overhead, which is hidden while the host is ahead."""
@@ -44,19 +46,6 @@ class Sample(NamedTuple):
     """Bytes by which a large message exceeds the tiny one."""
     more_seconds: float
     """Time by which the large message exceeds the tiny one."""
-
-
-def measure(mesh: Mesh, device: torch.device) -> Profile:
-    """Measure the link profile of a mesh and the codec; every rank of the mesh must call this.
-
-    Args:
-        mesh: mesh with a process group for each axis of its topology and for all of them.
-        device: device of the messages.
-    """
-    from xfuser_cocodiff.engine.autotune import codec_probe  # not where only links are measured, as in lossless runs
-
-    probe = Probe(mesh, device)
-    return probe.measure().with_codec(*codec_probe.measure(device, probe.fastest))
 
 
 def measure_links(mesh: Mesh, device: torch.device, host_group: dist.ProcessGroup | None = None) -> Profile:
@@ -132,7 +121,9 @@ class Probe:
         topology = self.mesh.topology
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
-        plan, calls = Plan(topology, (stage,)), calls_per_sample(calls, topology.size)
+        plan = Plan(topology, (stage,))
+        # Larger groups need more calls, since their barrier takes longer.
+        calls *= min(max(1, topology.size // _SMALL_GROUP), _MAX_FACTOR)
         return self.fastest(lambda: self.mesh.stages.start(message, plan, 0)(), calls, rounds)
 
     def fastest(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:

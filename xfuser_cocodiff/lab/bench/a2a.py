@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.reshard import reshard
-from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.interleaved_timing import max_over_ranks, time_interleaved
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
@@ -21,6 +19,8 @@ from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.emulation import links
+from xfuser_cocodiff.lab.probing import machine_profile
+from xfuser_cocodiff.lab.probing.interleaved_timing import max_over_ranks, time_interleaved
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.lab.simulation.collectives import lower_bound_seconds
@@ -56,7 +56,7 @@ def measure(
     progress.report("probing the links")
     mesh = Mesh.over(group, topology, candidates(topology), device=device)
     started = time.perf_counter()
-    profile = link_probe.measure(mesh, device)
+    profile = machine_profile.measure(mesh, device)
     probe_seconds = max_over_ranks(time.perf_counter() - started, device)
     cluster = links.from_environment()
     plans = {str(plan): plan for plan in fixed_plans(topology)}

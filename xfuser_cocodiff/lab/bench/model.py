@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.interleaved_timing import mean_over_ranks, time_interleaved
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -22,6 +20,8 @@ from xfuser_cocodiff.lab.bench import transformer, variant
 from xfuser_cocodiff.lab.bench.transformer import Shape, Step
 from xfuser_cocodiff.lab.bench.variant import Variant, without_communication
 from xfuser_cocodiff.lab.emulation import links
+from xfuser_cocodiff.lab.probing import machine_profile
+from xfuser_cocodiff.lab.probing.interleaved_timing import mean_over_ranks, time_interleaved
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_median_range
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
@@ -90,7 +90,7 @@ def measure(
         progress.report(f"scale {scale:g}: probing the links")
         cluster = links.shape(scale, _PACKET_SECONDS)
         dist.barrier()
-        profile = link_probe.measure(Mesh.over(group, topology), _CPU)
+        profile = machine_profile.measure(Mesh.over(group, topology), _CPU)
         variants = {"stock": Variant(), **{mode: variant.of_mode(config, profile) for mode, config in settings.items()}}
         known = {"scale": scale, "compiled": compiled, "ring": split.ring}
         of_group = profile if split.ring == 1 else None

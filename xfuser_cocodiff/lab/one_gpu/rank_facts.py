@@ -9,7 +9,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.comm import failure_detection, groups
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
@@ -21,6 +20,7 @@ from xfuser_cocodiff.lab.bench.variant import Variant
 from xfuser_cocodiff.lab.one_gpu.kernel_facts import call_seconds
 from xfuser_cocodiff.lab.one_gpu.measuring import Setting
 from xfuser_cocodiff.lab.one_gpu.runner import Row
+from xfuser_cocodiff.lab.probing import machine_profile
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
@@ -129,7 +129,7 @@ def _variants(
     topology, split = Topology.named(node=group.size()), UlyssesRingSplit(group.size(), 1)
     shape = Shape(depth=depth, **setting.pick(FULL_WIDTH, TOY))
     step = transformer.step(shape, compile_with, device, torch.bfloat16)
-    profile = link_probe.measure(Mesh.over(group, topology, device=device), device)
+    profile = machine_profile.measure(Mesh.over(group, topology, device=device), device)
     configs = {mode: variant.parse_mode(mode, topology, split, device.type) for mode in modes}
     return step, {STOCK: Variant(), **{mode: variant.of_mode(config, profile) for mode, config in configs.items()}}
 

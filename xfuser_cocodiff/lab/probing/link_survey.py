@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.interleaved_timing import max_over_ranks
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.probing import pairwise_links
+from xfuser_cocodiff.lab.probing import machine_profile, pairwise_links
+from xfuser_cocodiff.lab.probing.interleaved_timing import max_over_ranks
 from xfuser_cocodiff.lab.probing.topology_inference import infer_topology
 from xfuser_cocodiff.lab.reporting import host
 
@@ -39,7 +38,7 @@ def measure(
     topology = topology or inferred
     profile_started = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
-    profile = link_probe.measure(mesh, device)
+    profile = machine_profile.measure(mesh, device)
     ended = time.perf_counter()
     return {
         **host.header(),
