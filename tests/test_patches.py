@@ -315,19 +315,20 @@ def with_plugin() -> list:
 
     autoload.plug_in = record
     importlib.import_module("xfuser.runner")
+    from xfuser_cocodiff.lab.reporting import environment
     from xfuser_cocodiff.xdit.integration import activation
 
     installed = activation._installed
     plug_in()
     assert install() and activation._installed is installed
-    return [before, {state.site: state.state for state in activation.patch_states()}]
+    return [before, {state.site: state.state for state in environment.patch_states()}]
 
 
 @pytest.mark.slow  # needs the patched copy; test_activation tests the entry point quickly
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
 def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: str) -> None:
+    from xfuser_cocodiff.lab.reporting import environment
     from xfuser_cocodiff.xdit.attention import zero_padding
-    from xfuser_cocodiff.xdit.integration import activation
     from xfuser_cocodiff.xdit.platforms import platform
 
     (before, states), printed = call_patched(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
@@ -341,7 +342,7 @@ def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: 
         "ready",
         "used",
     }
-    assert not any(state.state == "not needed" for state in activation.patch_states())  # in the release
+    assert not any(state.state == "not needed" for state in environment.patch_states())  # in the release
 
 
 @torch.no_grad()

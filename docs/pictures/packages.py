@@ -10,7 +10,7 @@ FLOORS = {
         "measures and demonstrates: benchmarks, comparison, simulation",
         "#fff4e0",
         (
-            *("models", "emulation", "probing", "accelerator", "simulation", "full_size"),
+            *("launching", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),
             *("comparison", "bench", "one_gpu", "cluster_bench", "soak", "reporting"),
         ),
     ),
@@ -19,7 +19,7 @@ FLOORS = {
         "#e6f4ea",
         (
             *("integration", "patching", "platforms", "session"),
-            *("run_tracking", "layers", "attention", "launching", "settings"),
+            *("run_tracking", "layers", "attention", "settings"),
         ),
     ),
     "engine": (

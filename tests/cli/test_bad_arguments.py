@@ -3,7 +3,7 @@
 import pytest
 
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 
 MODEL = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "8", "--cluster", "aurora"]
 BAD = [

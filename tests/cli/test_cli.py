@@ -19,8 +19,8 @@ from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.integration import activation
-from xfuser_cocodiff.xdit.launching import bare_runtime
 
 
 def test_env_shows_versions_topology_and_what_is_missing(

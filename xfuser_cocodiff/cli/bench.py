@@ -35,7 +35,7 @@ def _a2a(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.bench import a2a
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        from xfuser_cocodiff.xdit.launching import bare_runtime
+        from xfuser_cocodiff.lab.launching import bare_runtime
         from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
         sizes = on_ranks.parse_sizes(options.sizes) if options.sizes else a2a.SIZES

@@ -25,8 +25,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.reporting import host
-    from xfuser_cocodiff.xdit.integration import environment
+    from xfuser_cocodiff.lab.reporting import environment, host
 
     if options.degree is not None and options.degree < 1:
         return fail(f"--degree {options.degree} is not valid; valid are numbers from 1")

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     import torch.distributed as dist
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
-    from xfuser_cocodiff.xdit.launching import bare_runtime
+    from xfuser_cocodiff.lab.launching import bare_runtime
     from xfuser_cocodiff.xdit.settings.parsers import MAX_SECONDS
 
     try:

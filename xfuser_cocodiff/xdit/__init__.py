@@ -1,5 +1,5 @@
-"""The integration into xDiT: entry points, patches, attention hooks and run tracking. Only this floor imports xfuser.
+"""The integration into xDiT: entry points, patches, attention hooks and run tracking.
 
 Packages, lowest level first; each imports only those before it:
-`settings`, `patching`, `platforms`, `layers`, `session`, `attention`, `run_tracking`, `integration`, `launching`.
+`settings`, `patching`, `platforms`, `layers`, `session`, `attention`, `run_tracking`, `integration`.
 """

@@ -110,7 +110,7 @@ def statuses(rank: int, name: str, is_emulated: bool) -> list[str]:
     activation.activate()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # xDiT checks them
     if not is_emulated:
-        from xfuser_cocodiff.xdit.launching import bare_runtime
+        from xfuser_cocodiff.lab.launching import bare_runtime
 
         bare_runtime.start()
         with torch.inference_mode():
@@ -127,7 +127,7 @@ def statuses(rank: int, name: str, is_emulated: bool) -> list[str]:
         mock.patch.object(failure_detection, "start_heartbeat", lambda: None),
     ):
         from xfuser_cocodiff.lab.cluster_bench.kernel_assumptions import independent_heads_and_queries
-        from xfuser_cocodiff.xdit.launching import bare_runtime
+        from xfuser_cocodiff.lab.launching import bare_runtime
 
         bare_runtime.start()
         with independent_heads_and_queries():  # which ranks on gloo verify
@@ -140,7 +140,7 @@ def _statuses(name: str, device: torch.device) -> list[str]:
     from xfuser_cocodiff.engine.topology.topology import Topology
     from xfuser_cocodiff.lab.bench.variant import parse_mode
     from xfuser_cocodiff.lab.full_size import transformer
-    from xfuser_cocodiff.xdit.launching import bare_runtime
+    from xfuser_cocodiff.lab.launching import bare_runtime
     from xfuser_cocodiff.xdit.session import startup
     from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import ranks
 from xfuser_cocodiff.lab.bench import transformer
 from xfuser_cocodiff.lab.bench.transformer import Shape
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 
 
 class Operations(TorchDispatchMode):

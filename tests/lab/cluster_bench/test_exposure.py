@@ -189,7 +189,7 @@ forked_ranks.prepare_environment()
 import collections, json
 from xfuser_cocodiff.lab.cluster_bench import cell, recording, variants
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
-from xfuser_cocodiff.xdit.launching import transformer_wrappers
+from xfuser_cocodiff.lab.launching import transformer_wrappers
 used = cell.Cell(MACHINES["dgx-h100"], 1, "flux.1-dev", 384)
 transformer_wrappers.preload(used.model)
 asked = variants.parse(used, ["exact/flat@v_first=on"])

@@ -10,7 +10,7 @@ from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.comparison import quality
-from xfuser_cocodiff.xdit.launching.single_rank import RING
+from xfuser_cocodiff.lab.launching.single_rank import RING
 
 TWO_NODES = {"topology": "node=2,gpu=8", "slow_axes": ["node"]}
 

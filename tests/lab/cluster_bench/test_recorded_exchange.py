@@ -7,9 +7,9 @@ from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import record_split
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.launching import transformer_wrappers
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
-from xfuser_cocodiff.xdit.launching import transformer_wrappers
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 

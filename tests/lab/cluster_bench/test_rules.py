@@ -28,7 +28,7 @@ from xfuser_cocodiff.lab.cluster_bench.coded_ulysses import CodedUlysses, Ulysse
 from xfuser_cocodiff.lab.cluster_bench.coding_kernels import residual_bytes
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
 from xfuser_cocodiff.lab.comparison import quality
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 
 BATCH, HEADS, TOKENS, DIM = 2, 8, 48, 32
 LAUNCHES = {"fp4": 2 + 2, "int8": 2 + 2 + 2, "fp8-rows": 6 + 2, "fp8": 2 + 6 + 2}

@@ -15,7 +15,7 @@ import pytest
 
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.comparison import compare, launch, report
-from xfuser_cocodiff.xdit.launching import command_line
+from xfuser_cocodiff.lab.launching import command_line
 
 SIGNALS = (signal.SIGINT, 130), (signal.SIGTERM, 143)
 """Signals, each with the exit status of the interrupted command."""

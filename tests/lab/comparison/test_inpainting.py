@@ -7,8 +7,8 @@ import torch
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.lab.comparison import inpainting
+from xfuser_cocodiff.lab.launching.single_rank import SingleRankPipeline
 from xfuser_cocodiff.lab.models import slices
-from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
 SIZE, STEPS = 64, 3
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")

@@ -47,7 +47,7 @@ def evaluate(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
 def init_beside_another_process(barrier: object, results: object) -> None:
     import torch.distributed as dist
 
-    from xfuser_cocodiff.xdit.launching import single_rank
+    from xfuser_cocodiff.lab.launching import single_rank
 
     os.environ["MASTER_PORT"] = "12355"  # xfuser.runner's default, the same for all processes
     single_rank.init_single_rank()

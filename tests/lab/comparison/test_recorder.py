@@ -17,7 +17,8 @@ from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.lab.comparison import recorder
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
-from xfuser_cocodiff.xdit.run_tracking import run_tracker, stock_traffic
+from xfuser_cocodiff.lab.launching import stock_traffic
+from xfuser_cocodiff.xdit.run_tracking import run_tracker
 from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
 from xfuser_cocodiff.xdit.session.session import Session
 

@@ -25,10 +25,10 @@ from tests.quick import slow, slow_but
 from xfuser_cocodiff.lab.full_size.architectures import ARCHITECTURES, LAST, architecture
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer, build
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
 from xfuser_cocodiff.lab.simulation.sharding import shard
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
-from xfuser_cocodiff.xdit.launching import bare_runtime
 
 Shape = tuple[int, ...]
 PARAMETERS = {

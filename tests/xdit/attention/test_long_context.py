@@ -13,7 +13,7 @@ from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.platforms import long_context
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap

@@ -15,6 +15,7 @@ import pytest
 import xfuser_cocodiff
 from tests import ranks
 from xfuser_cocodiff import autoload
+from xfuser_cocodiff.lab.reporting import environment
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
@@ -134,6 +135,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
 
         import xfuser_cocodiff
         from tests.xdit.integration.snapshot import everything
+        from xfuser_cocodiff.lab.reporting import environment
         from xfuser_cocodiff.xdit.integration import activation
         from xfuser_cocodiff.xdit.session import graph_order
         from xfuser_cocodiff.xdit.patching import log
@@ -156,7 +158,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
         log.warn_once("a message")
         during, without = everything(), recorded()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
-        states = {state.state for state in activation.patch_states()}
+        states = {state.state for state in environment.patch_states()}
         xfuser_cocodiff.uninstall()
         after = everything()
         assert script.USP is xfuser.model_executor.layers.usp.USP
@@ -298,7 +300,7 @@ def test_entry_point_of_xdit(monkeypatch: pytest.MonkeyPatch, disable: str, deci
 
 
 def test_patches_fit_the_installed_xdit() -> None:
-    assert [state for state in activation.patch_states() if state.state not in ("applied", "ready", "used")] == []
+    assert [state for state in environment.patch_states() if state.state not in ("applied", "ready", "used")] == []
 
 
 @pytest.mark.slow  # the config is checked in the same way

@@ -114,7 +114,7 @@ def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     from xfuser.model_executor.layers import usp
 
     from tests.xdit.attention import test_all_to_all
-    from xfuser_cocodiff.xdit.launching import bare_runtime
+    from xfuser_cocodiff.lab.launching import bare_runtime
     from xfuser_cocodiff.xdit.session.session import Session, active
 
     messages: list[str] = []

@@ -14,7 +14,7 @@ from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 

@@ -12,7 +12,7 @@ from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig, Overlap

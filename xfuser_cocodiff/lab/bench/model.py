@@ -20,13 +20,13 @@ from xfuser_cocodiff.lab.bench import transformer, variant
 from xfuser_cocodiff.lab.bench.transformer import Shape, Step
 from xfuser_cocodiff.lab.bench.variant import Variant, without_communication
 from xfuser_cocodiff.lab.emulation import links
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.probing import machine_profile
 from xfuser_cocodiff.lab.probing.interleaved_timing import mean_over_ranks, time_interleaved
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_median_range
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.lab.simulation.collectives import lower_bound_seconds
-from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 TIMED_STEPS = 3

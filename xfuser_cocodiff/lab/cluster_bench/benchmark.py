@@ -21,8 +21,8 @@ from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, V
 from xfuser_cocodiff.lab.emulation import namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
+from xfuser_cocodiff.lab.launching import transformer_wrappers
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, format_remaining
-from xfuser_cocodiff.xdit.launching import transformer_wrappers
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 _KEY = (

@@ -7,8 +7,8 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import GATHER, HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.launching.single_rank import RING
 from xfuser_cocodiff.lab.simulation.collectives import num_ranks_along
-from xfuser_cocodiff.xdit.launching.single_rank import RING
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 

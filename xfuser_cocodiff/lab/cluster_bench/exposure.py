@@ -25,7 +25,7 @@ from xfuser_cocodiff.lab.cluster_bench.scaling import (
     kind_totals,
 )
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
-from xfuser_cocodiff.xdit.launching import transformer_wrappers
+from xfuser_cocodiff.lab.launching import transformer_wrappers
 
 DEFAULT_MODES = "stock,exact"
 MESSAGES = {"Q, K, V": ("qkv", "qk"), "V alone": ("v",), "ring K, V": ("kv",), "O": ("o",)}

@@ -35,9 +35,9 @@ from xfuser_cocodiff.lab.cluster_bench.sent_tensors import name_by_label, name_b
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.full_size import transformer as full_size
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.xdit.integration import activation
-from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit

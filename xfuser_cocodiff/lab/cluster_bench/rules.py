@@ -15,7 +15,7 @@ from xfuser_cocodiff.lab.cluster_bench.coded_ulysses import CodedUlysses, Ulysse
 from xfuser_cocodiff.lab.cluster_bench.ring_rules import ResidualRing, gathered_attention
 from xfuser_cocodiff.lab.comparison import quality
 from xfuser_cocodiff.lab.comparison.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
-from xfuser_cocodiff.xdit.launching.replaced_collectives import (
+from xfuser_cocodiff.lab.launching.replaced_collectives import (
     Collectives,
     replace_collectives,
     ring_group,

@@ -16,8 +16,8 @@ from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 from xfuser_cocodiff.lab.comparison import emulate, launch, trace
 from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
+from xfuser_cocodiff.lab.launching import command_line
 from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.xdit.launching import command_line
 from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS
 from xfuser_cocodiff.xdit.settings.variables import TRACE_VARIABLE
 

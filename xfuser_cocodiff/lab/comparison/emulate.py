@@ -15,7 +15,7 @@ from xfuser_cocodiff.lab.comparison.summary import NODE
 from xfuser_cocodiff.lab.emulation import cluster
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
-from xfuser_cocodiff.xdit.launching import command_line
+from xfuser_cocodiff.lab.launching import command_line
 
 OPTION = "--emulate"
 NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}

@@ -22,10 +22,10 @@ from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, Virtu
 from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
+from xfuser_cocodiff.lab.launching import single_rank
 from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
-from xfuser_cocodiff.xdit.launching import single_rank
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 FP8 = "FP8 as in xDiT"

@@ -5,7 +5,7 @@ Each rank writes rank{r}.json after every run:
     {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
      "slow_axes": [axis, ...], "exchange": {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
      "layers": {class of attention modules: [whether its V can be sent first, or why not]},
-     "decisions": all that another run of the same command could decide otherwise, see `xdit/session/decisions.py`}
+     "decisions": all that another run of the same command could decide otherwise, see `lab/launching/decisions.py`}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
            "coded_reason": why it is 0 or null, else null,
@@ -45,10 +45,10 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
+from xfuser_cocodiff.lab.launching import decisions, stock_traffic
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.run_tracking import stock_traffic
-from xfuser_cocodiff.xdit.session import decisions, exchanges
+from xfuser_cocodiff.xdit.session import exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE, TRACE_VARIABLE
 

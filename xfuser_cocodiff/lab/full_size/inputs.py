@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from xfuser_cocodiff.lab.launching import transformer_wrappers
+from xfuser_cocodiff.lab.launching.bare_runtime import PIXELS_PER_LATENT
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN
-from xfuser_cocodiff.xdit.launching import transformer_wrappers
-from xfuser_cocodiff.xdit.launching.bare_runtime import PIXELS_PER_LATENT
 
 
 @dataclass(frozen=True)

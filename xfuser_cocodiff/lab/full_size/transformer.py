@@ -11,8 +11,8 @@ from xfuser_cocodiff.lab.full_size.architectures import architecture
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.inputs import INPUTS, Inputs, Request
 from xfuser_cocodiff.lab.full_size.materialize import materialize
+from xfuser_cocodiff.lab.launching import transformer_wrappers
 from xfuser_cocodiff.lab.simulation.workloads import Workload, num_latent_frames
-from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 DTYPE = torch.bfloat16
 
@@ -65,7 +65,7 @@ class FullSizeTransformer:
 def build(name: str, blocks: int, device: torch.device, **flags: Any) -> FullSizeTransformer:
     """Return a full-size transformer, and start a runtime state of xDiT for it.
 
-    The process groups of xDiT must exist; see :func:`xfuser_cocodiff.xdit.launching.bare_runtime.start`.
+    The process groups of xDiT must exist; see :func:`xfuser_cocodiff.lab.launching.bare_runtime.start`.
 
     Args:
         name: name of the model in :data:`xfuser_cocodiff.lab.full_size.architectures.ARCHITECTURES`.

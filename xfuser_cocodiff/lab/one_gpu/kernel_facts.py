@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.lab.bench import kernels as bench
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.one_gpu.measuring import NotAvailableError, Setting
 from xfuser_cocodiff.lab.one_gpu.runner import Row
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
-from xfuser_cocodiff.xdit.launching import bare_runtime
 
 CASES = (("flux.1-dev", 1024, 8), ("qwen-image", 2304, 8))
 """Models, image sizes and degrees: about 7 and 33 MB of memory traffic for each kernel."""

@@ -17,11 +17,11 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench import transformer, variant
 from xfuser_cocodiff.lab.bench.transformer import Shape, Step
 from xfuser_cocodiff.lab.bench.variant import Variant
+from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.one_gpu.kernel_facts import call_seconds
 from xfuser_cocodiff.lab.one_gpu.measuring import Setting
 from xfuser_cocodiff.lab.one_gpu.runner import Row
 from xfuser_cocodiff.lab.probing import machine_profile
-from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from xfuser_cocodiff.lab.launching import rank_engine
+from xfuser_cocodiff.lab.launching.rank_engine import RankEngine
 from xfuser_cocodiff.lab.soak import injection, resources
 from xfuser_cocodiff.lab.soak.fault import Fault
 from xfuser_cocodiff.lab.soak.request import Request
-from xfuser_cocodiff.xdit.launching import rank_engine
-from xfuser_cocodiff.xdit.launching.rank_engine import RankEngine
 
 COLLECT_EVERY = 25
 """Requests between full garbage collections. Python's own wait until new objects exceed a quarter of the 800,000 that

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from xfuser_cocodiff.xdit.launching.command_line import option_value
+from xfuser_cocodiff.lab.launching.command_line import option_value
 
 MODELS = ("FLUX.1-dev", "Wan2.1-T2V", "SD3.5")
 MODES = ("exact", "balanced", "fast", "paper")

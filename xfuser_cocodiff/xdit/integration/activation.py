@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -157,28 +157,6 @@ def xdit_version() -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class PatchState:
-    """State of one patch, for `cocodiff env`."""
-
-    site: str
-    """Full name of the symbol."""
-    why: str
-    """Reason for the patch."""
-    state: str
-    """'applied', 'ready' (applied when its module is imported or the plugin activated), 'not needed', 'used' (required
-    and not replaced), or why it does not fit."""
-
-
-def patch_states() -> list[PatchState]:
-    """Return the state of every patch in this process."""
-    patch_set = _installed or PatchSet(patch_table(), PACKAGE)
-
-    def state(patch: Patch) -> str:
-        if not patch.is_needed:
-            return "not needed"
-        if patch_set.is_applied(patch):
-            return "applied"
-        return patch.problem() or ("ready" if patch.replace or patch.import_context else "used")
-
-    return [PatchState(patch.name, patch.why, state(patch)) for patch in patch_set.patches]
+def patch_set() -> PatchSet:
+    """Return the installed patches; those that would be installed where there are none."""
+    return _installed or PatchSet(patch_table(), PACKAGE)

@@ -21,7 +21,8 @@ from xfuser_cocodiff.engine.codec.rows import MessagePart, Prediction
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Variable with the number of hardware queues of a CUDA device."""
-_CODEC = Codec(bits=2)
+_BITS = 2
+_CODEC = Codec(bits=_BITS)
 _SHAPE = 2, 1, 4, 64, 128
 """Sizes of the encoded values."""
 _SECONDS = 60
@@ -128,7 +129,7 @@ def _sends_bit_identically(device: torch.device) -> bool:
     """Encode and decode a tensor and return whether sender and receiver get the same reference."""
     values = torch.randn(_SHAPE, device=device).to(torch.bfloat16)
     payload = torch.zeros(_SHAPE[0], _CODEC.payload_bytes(_SHAPE, values.dtype), dtype=torch.uint8, device=device)
-    sent = MessagePart(values, Prediction(), _CODEC.bits, payload)
+    sent = MessagePart(values, Prediction(), _BITS, payload)
     [encoded] = kernels.encode([sent])
     [received] = kernels.decode([sent._replace(values=torch.empty_like(values))])
     return all(map(torch.equal, encoded.reference, received))

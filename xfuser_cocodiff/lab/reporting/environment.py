@@ -10,15 +10,28 @@ import torch
 
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.lab.reporting.device_facts import device_facts, package_version
 from xfuser_cocodiff.xdit.integration import activation
-from xfuser_cocodiff.xdit.integration.device_facts import device_facts, package_version
-from xfuser_cocodiff.xdit.patching.patch import PatchSet
+from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 from xfuser_cocodiff.xdit.settings.parsers import OFF
 from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
 _REQUIRED = ("xfuser-cocodiff", "xfuser", "torch", "diffusers", "transformers")
 _OPTIONAL = ("flash-attn", "intel-extension-for-pytorch", "oneccl-bindings-for-pytorch")
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """State of one patch."""
+
+    site: str
+    """Full name of the symbol."""
+    why: str
+    """Reason for the patch."""
+    state: str
+    """'applied', 'ready' (applied when its module is imported or the plugin activated), 'not needed', 'used' (required
+    and not replaced), or why it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Environment:
     """Detected topology of a Ulysses group of `degree` ranks."""
     plugin: str
     """'installed', or why the plugin is not installed."""
-    patches: list[activation.PatchState]
+    patches: list[PatchState]
     """State of every patch."""
     cache: str
     """Folder of the tuning cache; 'off' if it is disabled."""
@@ -63,13 +76,30 @@ def describe(degree: int | None = None) -> Environment:
         ranks_per_node=local,
         degree=degree,
         topology=str(detected_topology.detect_topology(degree, os.environ)),
-        plugin="installed"
-        if installed
-        else activation.incompatibility(PatchSet(activation.patch_table(), activation.PACKAGE)),
-        patches=activation.patch_states(),
+        plugin="installed" if installed else _reason(),
+        patches=patch_states(),
         cache=str(folder or OFF),
         kept=_cache_entries(folder) if folder else [],
     )
+
+
+def patch_states() -> list[PatchState]:
+    """Return the state of every patch in this process."""
+    patch_set = activation.patch_set()
+
+    def state(patch: Patch) -> str:
+        if not patch.is_needed:
+            return "not needed"
+        if patch_set.is_applied(patch):
+            return "applied"
+        return patch.problem() or ("ready" if patch.replace or patch.import_context else "used")
+
+    return [PatchState(patch.name, patch.why, state(patch)) for patch in patch_set.patches]
+
+
+def _reason() -> str:
+    """Return why the plugin is not installed."""
+    return activation.incompatibility(activation.patch_set()) or "removed because of an error"
 
 
 def _cache_entries(folder: Path) -> list[str]:

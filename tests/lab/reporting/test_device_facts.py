@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from xfuser_cocodiff.engine.codec import kernels
-from xfuser_cocodiff.xdit.integration import device_facts
+from xfuser_cocodiff.lab.reporting import device_facts
 
 CPU = torch.device("cpu")
 MATRIX = "\tGPU0\tGPU1\nGPU0\tX\tNV18\nGPU1\tNV18\tX"

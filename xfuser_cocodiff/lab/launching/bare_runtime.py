@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.comm.groups import set_timeout
 from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.lab.launching import stock_traffic
 from xfuser_cocodiff.xdit.integration import activation
-from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session.session import Session
 
 PIXELS_PER_LATENT = 8

@@ -5,7 +5,7 @@ import os
 from tests import ranks
 from xfuser_cocodiff.engine.comm.groups import timeout_of
 from xfuser_cocodiff.engine.topology.devices import CPU
-from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import bare_runtime
 
 
 def timeouts(rank: int) -> list[float]:
