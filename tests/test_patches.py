@@ -327,15 +327,15 @@ def with_plugin() -> list:
 @pytest.mark.slow  # needs the patched copy; test_activation tests the entry point quickly
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
 def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: str) -> None:
+    from xfuser_cocodiff.lab.launching import cpu_host
     from xfuser_cocodiff.lab.reporting import environment
     from xfuser_cocodiff.xdit.attention import zero_padding
-    from xfuser_cocodiff.xdit.platforms import platform
 
     (before, states), printed = call_patched(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
-    rows = [row for row in platform.patches(platform.detect()) if row.module.startswith("xfuser.")]
+    rows = [row for row in cpu_host.patches() if row.module.startswith("xfuser.")]
     assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.unless_present}
     assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {
         "applied",

@@ -23,15 +23,20 @@ def install() -> bool:
         Whether the plugin is installed; False, after one warning, if xDiT is missing or its version is not supported.
     """
     from xfuser_cocodiff.xdit.integration import activation
+    from xfuser_cocodiff.xdit.platforms import platform
     from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
-    folder = os.environ.get(RECORD_VARIABLE)
-    if not folder:
-        return activation.install()
-    from xfuser_cocodiff.lab.comparison.recorder import Recorder
+    listeners, patches = [], []
+    if not platform.has_accelerator():
+        from xfuser_cocodiff.lab.launching import cpu_host
 
-    recorder = Recorder(Path(folder))
-    return activation.install([recorder], recorder.patches())
+        patches += cpu_host.patches()
+    if folder := os.environ.get(RECORD_VARIABLE):
+        from xfuser_cocodiff.lab.comparison.recorder import Recorder
+
+        listeners.append(recorder := Recorder(Path(folder)))
+        patches += recorder.patches()
+    return activation.install(listeners, patches)
 
 
 def uninstall() -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image, ImageChops
 
+from xfuser_cocodiff.lab.launching import cpu_host
 from xfuser_cocodiff.xdit.integration import ray_workers
-from xfuser_cocodiff.xdit.platforms import ray_cluster
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [
@@ -86,7 +86,7 @@ class StandInRay:
 @pytest.mark.parametrize(
     ("variables", "joins", "args", "given", "expected"),
     [
-        ({}, False, (), {"address": None}, {"address": None, "num_gpus": ray_cluster.NUM_GPUS}),
+        ({}, False, (), {"address": None}, {"address": None, "num_gpus": cpu_host.NUM_GPUS}),
         ({}, True, (), {"address": None}, {"address": None}),
         ({}, False, (), {"num_gpus": 2}, {"num_gpus": 2}),
         ({}, False, ("auto",), {}, {}),
@@ -98,12 +98,12 @@ class StandInRay:
 def test_only_a_private_ray_gets_virtual_gpus(
     monkeypatch: pytest.MonkeyPatch, variables: dict, joins: bool, args: tuple, given: dict, expected: dict
 ) -> None:
-    for name in ray_cluster._GIVEN_BY:
+    for name in cpu_host._GIVEN_BY:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     ray = StandInRay(joins)
-    assert ray_cluster._with_gpus(ray.init)(*args, **given) == "context"
+    assert cpu_host._with_gpus(ray.init)(*args, **given) == "context"
     assert ray.calls == [(args, expected)]
 
 

@@ -1,9 +1,7 @@
 """Platforms that xDiT does not support. torch.xpu is a mock: these tests have not run on an Intel GPU."""
 
 import re
-import subprocess
 import sys
-import time
 import types
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +18,6 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import platform
-from xfuser_cocodiff.xdit.platforms.host_clock import HostEvent
 
 
 class MockXPU(types.SimpleNamespace):
@@ -58,11 +55,6 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> MockXPU:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 12)
     return mock
-
-
-def test_without_an_accelerator_the_cpu_is_added() -> None:
-    added = platform.detect()
-    assert (added.device_type, added.backend(), added.device(3)) == ("cpu", "gloo", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("known", ["cuda", "mps", "npu"])
@@ -262,35 +254,3 @@ def test_devices_are_translated_in_all_arguments() -> None:
     seen = []
     added.translating(lambda *args, **kwargs: seen.append((args, kwargs)))("cuda", "cudnn", 1, device="cuda:2")
     assert seen == [((torch.device("xpu"), "cudnn", 1), {"device": torch.device("xpu", 2)})]
-
-
-def test_generators_on_cuda_are_translated() -> None:
-    real = torch.Generator if isinstance(torch.Generator, type(torch._C.Generator)) else torch._C.Generator
-    generator_class = platform.detect().generator(real)
-    made = generator_class(device="cuda").manual_seed(3)
-    expected = torch._C.Generator().manual_seed(3)
-    assert torch.equal(torch.rand(4, generator=made), torch.rand(4, generator=expected))
-    assert isinstance(expected, generator_class)
-
-
-def test_a_host_event_measures_milliseconds() -> None:
-    start, end = HostEvent(enable_timing=True), HostEvent(enable_timing=True)
-    start.record()
-    time.sleep(0.05)
-    end.record()
-    end.synchronize()
-    assert start.elapsed_time(end) >= 50
-
-
-def test_peak_memory_follows_an_allocation() -> None:
-    """In a new process: the peak of other tests cannot be reset on all operating systems."""
-    code = (
-        "from xfuser_cocodiff.xdit.platforms import host_clock as clock\n"
-        "clock.reset_peak_memory()\n"
-        "before = clock.peak_memory()\n"
-        "block = bytearray(64 << 20)\n"
-        "block[::4096] = b'x' * len(block[::4096])\n"
-        "print(clock.peak_memory() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) >= 60 << 20

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from xfuser_cocodiff import install
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.lab.reporting.device_facts import device_facts, package_version
@@ -66,7 +67,7 @@ def describe(degree: int | None = None) -> Environment:
     """
     local, device = launcher.ranks_per_node(os.environ), platform.compute_device()
     degree = degree or int(os.environ.get("WORLD_SIZE", 0)) or local or 1
-    installed, folder = activation.install(), cache_folder(os.environ)
+    installed, folder = install(), cache_folder(os.environ)
     return Environment(
         versions={
             "python": machine.python_version(),

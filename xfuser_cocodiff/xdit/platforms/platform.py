@@ -1,4 +1,4 @@
-"""Platforms that xDiT does not know: the CPU, Intel's XPU, and a device that several ranks share.
+"""Platforms that xDiT does not know: Intel's XPU, and a device that several ranks share.
 
 xDiT itself supports CUDA, ROCm, MUSA, NPU and MPS with one device for each rank.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import host_clock, long_context, pipefusion, ray_cluster
+from xfuser_cocodiff.xdit.platforms import long_context
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
 _NATIVE_SUPPORT = ("xfuser.envs", "supports_usp")
@@ -37,9 +37,7 @@ class Platform:
     """Number of devices that all ranks of a node share; None where each rank has its own."""
 
     def device(self, index: int | None = None) -> torch.device:
-        """Return the device of a local rank; on the CPU all ranks have the same."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
+        """Return the device of a local rank."""
         return torch.device(self.device_type, None if index is None else self.index(index))
 
     def index(self, local_rank: int) -> int:
@@ -91,36 +89,24 @@ class Platform:
         return AnyGenerator("Generator", (), {"__doc__": original.__doc__})
 
 
+def has_accelerator() -> bool:
+    """Return whether this machine has an accelerator, as far as can be told before xDiT is imported."""
+    # xDiT imports these packages later; until then PyTorch does not know their devices.
+    is_possible = any(importlib.util.find_spec(name) for name in ("torch_musa", "torch_npu"))
+    return is_possible or torch.accelerator.current_accelerator(check_available=True) is not None
+
+
 def detect() -> Platform | None:
     """Return the platform to add to xDiT on this machine; None where xDiT supports it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        # xDiT imports these packages later; until then PyTorch does not know their devices.
-        return None if any(importlib.util.find_spec(name) for name in ("torch_musa", "torch_npu")) else _cpu()
+        return None
     make = PLATFORMS.get(accelerator.type)
     if (make or accelerator.type == "cuda") and launcher.shares_device(
         os.environ, sys.argv, torch.accelerator.device_count()
     ):
         return _shared(accelerator.type)
     return make() if make else None
-
-
-def _cpu() -> Platform:
-    return Platform(
-        device_type="cpu",
-        backend=lambda: dist.get_default_backend_for_device("cpu"),
-        cuda={
-            "Event": host_clock.HostEvent,
-            "current_device": _constant(lambda: torch.device("cpu")),  # callers create tensors on it
-            "synchronize": _constant(_nothing),
-            "set_device": _constant(_nothing),
-            "reset_peak_memory_stats": _constant(host_clock.reset_peak_memory),
-            "max_memory_allocated": _constant(host_clock.peak_memory),
-            "max_memory_reserved": _constant(host_clock.peak_memory),
-            "memory_allocated": _constant(host_clock.memory),
-            "memory_reserved": _constant(host_clock.memory),
-        },
-    )
 
 
 _FACADE = (
@@ -203,11 +189,10 @@ def patches(platform: Platform) -> list[Patch]:
         return [*_sharing(platform), *_for_scripts(platform)]
     return [
         *_for_environment(platform),
-        *_for_groups(platform),
+        *(_for_device(platform) if platform.device_type != "cpu" else ()),
+        *_for_groups(),
         *long_context.patches(),
-        *pipefusion.patches(),
         *_for_scripts(platform),
-        *(ray_cluster.patches() if platform.device_type == "cpu" else ()),
     ]
 
 
@@ -238,8 +223,8 @@ def _for_environment(platform: Platform) -> list[Patch]:
     ]
 
 
-def _for_groups(platform: Platform) -> list[Patch]:
-    """Return the patches of process groups."""
+def _for_device(platform: Platform) -> list[Patch]:
+    """Return the patch that selects a rank's device."""
     return [
         _add(
             "xfuser.core.distributed.parallel_state",
@@ -247,6 +232,12 @@ def _for_groups(platform: Platform) -> list[Patch]:
             "sets the device of CUDA, MUSA and NPU only",
             lambda original: _select_device_first(original, platform),
         ),
+    ]
+
+
+def _for_groups() -> list[Patch]:
+    """Return the patches of process groups."""
+    return [
         _add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
         *(
             _add(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
@@ -278,8 +269,7 @@ def _sharing(platform: Platform) -> list[Patch]:
 def _select_device_first(original: Callable, platform: Platform) -> Callable:
     @functools.wraps(original)
     def init_distributed_environment(*args: Any, **kwargs: Any) -> None:
-        if platform.device_type != "cpu":
-            torch.accelerator.set_device_index(platform.index(launcher.local_rank(os.environ)))
+        torch.accelerator.set_device_index(platform.index(launcher.local_rank(os.environ)))
         original(*args, **kwargs)
 
     return init_distributed_environment
@@ -318,12 +308,3 @@ def _import_if_installed(name: str) -> bool:
         warn_once(f"{name} is ignored, since its import fails: {type(error).__name__}: {error}; reinstall or remove it")
         return False
     return True
-
-
-def _constant(call: Callable) -> Callable:
-    """Return a new function that ignores its arguments: torch.compile needs a different object for each name."""
-    return lambda *_, **__: call()
-
-
-def _nothing() -> None:
-    """Replace a call that has no effect on this platform."""

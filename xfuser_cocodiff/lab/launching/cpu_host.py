@@ -1,0 +1,244 @@
+"""xDiT on a machine without an accelerator, for the demo, tests and continuous integration.
+
+The CPU takes the place of CUDA: its clock and memory behind torch.cuda, PipeFusion over gloo, Ray with virtual GPUs.
+`xfuser_cocodiff.install` is the only place that loads this file, and does so where PyTorch finds no accelerator.
+"""
+
+import contextlib
+import functools
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.xdit.attention import attention_kernels
+from xfuser_cocodiff.xdit.patching import symbol_lookup
+from xfuser_cocodiff.xdit.patching.log import info_once
+from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms.platform import Platform
+
+NUM_GPUS = 64
+"""Number of Ray's virtual GPUs; more than the workers of one machine."""
+_GIVEN_BY = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that name a Ray cluster, or the GPUs that it may use."""
+_MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCoordinator"
+_NATIVE_PIPEFUSION = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
+"""Symbol of an xDiT whose stages communicate over gloo without patches; the series in patches/ adds it."""
+_MAX_IN_FLIGHT = 64
+"""Maximum number of PipeFusion's sends in flight, more than a stage needs to be ahead of the next one."""
+
+
+class Host(Platform):
+    """The CPU, which all ranks share."""
+
+    def device(self, index: int | None = None) -> torch.device:
+        """Return the CPU for any index."""
+        return torch.device("cpu")
+
+
+def host() -> Host:
+    """Return the CPU as a platform for xDiT."""
+    return Host(
+        device_type="cpu",
+        backend=lambda: dist.get_default_backend_for_device("cpu"),
+        cuda={
+            "Event": HostEvent,
+            "current_device": _constant(lambda: torch.device("cpu")),  # callers create tensors on it
+            "synchronize": _constant(_nothing),
+            "set_device": _constant(_nothing),
+            "reset_peak_memory_stats": _constant(reset_peak_memory),
+            "max_memory_allocated": _constant(peak_memory),
+            "max_memory_reserved": _constant(peak_memory),
+            "memory_allocated": _constant(memory),
+            "memory_reserved": _constant(memory),
+        },
+    )
+
+
+def patches() -> list[Patch]:
+    """Return the patches with which xDiT runs on CPUs."""
+    return [*platform.patches(host()), *attention_kernels.patches(), *_for_pipefusion(), *_for_ray()]
+
+
+def _constant(call: Callable) -> Callable:
+    """Return a new function that ignores its arguments: torch.compile needs a different object for each name."""
+    return lambda *_, **__: call()
+
+
+def _nothing() -> None:
+    """Replace a call that has no effect on a CPU."""
+
+
+# torch.cuda's timers and memory statistics.
+
+
+class HostEvent:
+    """A torch.cuda.Event on the clock of the host."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time: float | None = None
+
+    def record(self, *_: Any) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Return at once: work on the host is synchronous."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None:
+        """Return at once: the host has no streams."""
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Return the time from this event to `end`, in milliseconds."""
+        return (end._time - self._time) * 1000
+
+
+def peak_memory() -> int:
+    """Return the largest resident size of this process since the last reset, in bytes."""
+    status = _linux_status()
+    if "VmHWM" in status:
+        return status["VmHWM"]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory() -> int:
+    """Return the resident size of this process, in bytes."""
+    return _linux_status().get("VmRSS", 0)
+
+
+def reset_peak_memory() -> None:
+    """Reset the peak, where the operating system supports it."""
+    with contextlib.suppress(OSError):  # otherwise the peak is that since the process started
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _linux_status() -> dict[str, int]:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if line.endswith("kB"))
+    return {key: int(value.split()[0]) * 1024 for key, value in pairs}
+
+
+# PipeFusion over gloo, whose sends differ from NCCL's: a send that nothing references is dropped, and waiting for one
+# waits until it is received.
+
+
+def _for_pipefusion() -> list[Patch]:
+    """Return the patches with which the stages of a pipeline communicate over gloo."""
+    in_flight = _SendsInFlight()
+    send = functools.partial(_holding_sends, in_flight), ("self", "tensor")
+    communicate_shapes = (
+        functools.partial(_sending_shapes_first, in_flight),
+        ("self", "tensor_send_to_next", "recv_prev"),
+    )
+    methods = {"_pipeline_isend": send, "_pipeline_isend_skip": send, "_communicate_shapes": communicate_shapes}
+    why = "waits for sends as if it were NCCL, and does not hold them"
+    return [
+        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless_present=_NATIVE_PIPEFUSION)
+        for name, (replace, parameters) in methods.items()
+    ]
+
+
+class _Send:
+    """A send that holds its tensor, and may be waited for more than once: gloo would wait for the next send then."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work: dist.Work | None = work
+        self._tensor: torch.Tensor | None = tensor
+
+    def wait(self) -> None:
+        """Wait until the message is received."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._tensor = None
+
+
+class _SendsInFlight:
+    """The last sends, which would be dropped without a reference."""
+
+    def __init__(self) -> None:
+        self._sends: deque[_Send] = deque()
+
+    def add(self, work: dist.Work, tensor: torch.Tensor) -> _Send:
+        """Hold a send, and wait for the oldest one if there are too many."""
+        self._sends.append(_Send(work, tensor))
+        if len(self._sends) > _MAX_IN_FLIGHT:
+            self._sends.popleft().wait()
+        return self._sends[-1]
+
+
+def _holding_sends(in_flight: _SendsInFlight, send: Callable) -> Callable:
+    """Return a send that holds its tensor."""
+
+    @functools.wraps(send)
+    def held_send(self: Any, tensor: torch.Tensor) -> Any:
+        work = send(self, tensor)
+        return in_flight.add(work, tensor) if _is_gloo(self) else work
+
+    return held_send
+
+
+def _sending_shapes_first(in_flight: _SendsInFlight, communicate: Callable) -> Callable:
+    """Return a function that communicates shapes without waiting for its sends: both stages of a pair may send before
+    either receives."""
+
+    @functools.wraps(communicate)
+    def _communicate_shapes(
+        self: Any, tensor_send_to_next: torch.Tensor | None = None, recv_prev: bool = False
+    ) -> torch.Size:
+        if not _is_gloo(self):
+            return communicate(self, tensor_send_to_next, recv_prev)
+        if tensor_send_to_next is not None:
+            for numbers in ([tensor_send_to_next.ndim], [*tensor_send_to_next.shape]):
+                message = torch.tensor(numbers)
+                in_flight.add(dist.isend(message, self.next_rank, self.device_group), message)
+        length, shape = torch.ones(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        if recv_prev:
+            dist.recv(length, self.prev_rank, self.device_group)
+            shape = torch.zeros(int(length), dtype=torch.int64)
+            dist.recv(shape, self.prev_rank, self.device_group)
+        return torch.Size(shape)
+
+    return _communicate_shapes
+
+
+def _is_gloo(stages: Any) -> bool:
+    return dist.get_backend(stages.device_group) == dist.Backend.GLOO
+
+
+# Ray with virtual GPUs, which xDiT's workers request.
+
+
+def _for_ray() -> list[Patch]:
+    """Return the patch of `ray.init`, if Ray is installed."""
+    is_installed = symbol_lookup.find_symbol("ray", "init") is not None
+    return [Patch("ray", "init", "xDiT's workers ask for GPUs", _with_gpus)] if is_installed else []
+
+
+def _with_gpus(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        given = args or kwargs.get("address") or kwargs.get("num_gpus") is not None
+        if given or any(name in os.environ for name in _GIVEN_BY):
+            return original(*args, **kwargs)
+        try:
+            context = original(**{**kwargs, "num_gpus": NUM_GPUS})
+        except ValueError:  # a running cluster has its own number of GPUs
+            return original(**kwargs)
+        info_once(f"Ray starts with {NUM_GPUS} virtual GPUs, which xDiT's workers request; they run on the CPU")
+        return context
+
+    return init
