@@ -105,7 +105,7 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     bare_runtime.use_session(session)
     session.runs.begin(50)
     steps = 0
-    while not (steps > 2 and session.schedule_tuner.settled):
+    while not (steps > 2 and session.is_tuned):
         result = step()
         session.runs.end_step()
         steps += 1

@@ -18,7 +18,7 @@ from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.devices import Capabilities
 from xfuser_cocodiff.xdit.attention import eager_attention
-from xfuser_cocodiff.xdit.session import step_tuner
+from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
@@ -44,7 +44,7 @@ class Run:
     def steps(self, session: Session, number: int) -> list[list[int]]:
         """Return the numbers of head groups of all signatures in each step; check the output against stock."""
         found = []
-        with mock.patch.object(step_tuner, "time", self._clock):
+        with mock.patch.object(schedule_tuner, "time", self._clock):
             for _ in range(number):
                 schedules = [each.candidates.schedule for each in session.layers.signatures if each.candidates]
                 found.append([each.groups for each in schedules])

@@ -14,10 +14,9 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, Ove
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
-from xfuser_cocodiff.xdit.session import step_tuner
-from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
-from xfuser_cocodiff.xdit.session.step_tuner import rounds
+from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State, rounds
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     made = FakeClock()
-    monkeypatch.setattr(step_tuner, "time", made)
+    monkeypatch.setattr(schedule_tuner, "time", made)
     return made
 
 
@@ -87,7 +86,7 @@ def test_stocks_schedule_is_chosen_if_it_saves_more_than_one_percent(
     # The first step of a run is not timed.
     assert ran == [by_candidate[PLUGIN], *(by_candidate[candidate] for candidate in ROUNDS)]
     assert [each.chosen for each in candidates] == [expected] * 2
-    assert steps.tuner.settled and steps.choices == 1 and len(steps.reduced) == 1
+    assert steps.tuner.state is State.CHOSEN and steps.choices == 1 and len(steps.reduced) == 1
     for _ in range(3):
         assert steps.run(*candidates) == [expected] * 2
     assert len(steps.reduced) == 1
@@ -161,7 +160,7 @@ def test_layers_of_a_keyframe_that_never_run_again_do_not_delay_the_choice(clock
     for _ in ROUNDS:
         assert later.chosen is None
         steps.run(later)
-    assert later.chosen == FLAT and steps.tuner.settled
+    assert later.chosen == FLAT and steps.tuner.state is State.CHOSEN
 
 
 def test_steps_with_caches_do_not_delay_the_choice(clock: FakeClock) -> None:
@@ -188,37 +187,18 @@ def test_a_signature_that_ran_with_a_chosen_one_is_tuned_alone(clock: FakeClock)
     assert second.chosen == FLAT
 
 
-def test_layers_of_another_size_are_tuned_without_declared_runs(clock: FakeClock) -> None:
-    candidates = small, large = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, *candidates, stock=0.5)
-    for _ in range(3):
-        steps.run(small)
-    for _ in range(2 * len(ROUNDS) + 1):
-        steps.run(large)
-    assert [each.chosen for each in candidates] == [None, FLAT]
-
-
 def test_signatures_of_earlier_steps_may_stay_undecided(clock: FakeClock) -> None:
     candidates = usual, once = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
     steps = Steps(clock, *candidates, stock=0.5)
     steps.run(once)
     steps.tuner.begin_run()
     for _ in range(1 + len(ROUNDS)):
-        assert not steps.tuner.settled
+        assert steps.tuner.state is not State.CHOSEN
         usual.count_call()
         usual.end_step()
         steps.run(usual)
     usual.count_call()
-    assert steps.tuner.settled and once.chosen is None
-
-
-def test_signatures_that_alternate_without_declared_runs_are_all_tuned(clock: FakeClock) -> None:
-    candidates = first, second = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, *candidates, stock=0.5)
-    for _ in range(2 * len(ROUNDS) + 2):
-        steps.run(first)
-        steps.run(second)
-    assert [each.chosen for each in candidates] == [FLAT] * 2
+    assert steps.tuner.state is State.CHOSEN and once.chosen is None
 
 
 def test_ranks_with_different_choices_start_over_after_a_step_by_the_plugins_schedule(clock: FakeClock) -> None:
@@ -252,7 +232,7 @@ def test_a_single_schedule_is_not_tuned(clock: FakeClock) -> None:
     steps = Steps(clock, ScheduleCandidates([V_FIRST]))
     for _ in range(12):
         assert steps.run(*steps.candidates) == [V_FIRST]
-    assert steps.tuner.settled and not steps.reduced
+    assert steps.tuner.state is State.CHOSEN and not steps.reduced
 
 
 @pytest.mark.parametrize(
@@ -346,7 +326,7 @@ def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[s
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V-First is worth its launch
     session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     session.runs.begin(20)
-    with mock.patch.object(step_tuner, "time", clock):
+    with mock.patch.object(schedule_tuner, "time", clock):
         for _ in range(2 + len(ROUNDS)):
             signatures = list(session.layers.signatures)
             v_first = any(signature.candidates.schedule.v_first for signature in signatures if signature.candidates)

@@ -40,7 +40,7 @@ from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.runs import Runs
-from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
+from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
 from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap
 
 
@@ -208,7 +208,7 @@ class Session:
     @property
     def is_tuned(self) -> bool:
         """Whether overlap schedules are chosen, so that later steps run as this one."""
-        return self.schedule_tuner is None or self.schedule_tuner.settled
+        return self.schedule_tuner is None or self.schedule_tuner.state is State.CHOSEN
 
     def save_tuning(self) -> None:
         """Save all tuning results for the next process; one rank of each group does."""
