@@ -58,8 +58,7 @@ def run(steps: int | None = None) -> "Sampling":
     guidance branches. Leaving the block, also by an exception, ends the run and drops its link references; so does
     reaching `steps`. All ranks must do the same. Without the plugin nothing happens.
 
-    Of nested runs, also those of diffusers pipelines, the innermost is compressed. The outer run is lossless while the
-    inner one is open, and so is a transformer that both call.
+    While several runs are open, also those of diffusers pipelines, all of them are lossless.
 
     Args:
         steps: number of denoising steps. None if it is unknown: then mode `paper` assumes 50, and link references

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import nn
 
@@ -17,6 +16,7 @@ from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
+from xfuser_cocodiff.xdit.session import batched_branches as batched_branches_module
 from xfuser_cocodiff.xdit.session import runs
 from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES, Runs
 
@@ -128,42 +128,6 @@ def test_a_declared_run_depends_on_its_steps_only(total: int | None) -> None:
         assert session.num_references == 0
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_loop_over_an_iterable_may_recompute_its_embeddings(warned: list[str], changes: bool) -> None:
-    """A changed prompt means that the loop was abandoned, and another one runs."""
-    session = FakeSession()
-    model = session.transformer()
-    session.runs.begin(4, owner=object()).may_be_abandoned = True
-    found = []
-    for number in range(4):
-        found.append(model(0, timestep=0.5, encoder_hidden_states=prompt() + (changes and number > 1)))
-        session.runs.end_step()
-    assert found == ([False, True, False, False] if changes else [False, True, True, True])
-    assert any("the prompt has changed" in message for message in warned) == changes
-
-
-def change_prompt_on_one_rank(rank: int) -> list[bool]:
-    """Return whether each step of a run that may be abandoned was encoded; one rank's prompt changes."""
-
-    def all_agree(value: object) -> bool:
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values.count(value) == len(values)
-
-    session = FakeSession(all_agree)
-    model, encoded = session.transformer(), []
-    session.runs.begin(4, owner=object()).may_be_abandoned = True
-    for number in range(4):
-        model(0, timestep=0.5, encoder_hidden_states=prompt() + (rank == 1 and number > 1))
-        encoded.append(model.root.run is not None)
-        session.runs.end_step()
-    return encoded
-
-
-def test_a_prompt_that_changes_on_one_rank_makes_all_ranks_lossless() -> None:
-    assert ranks.run(change_prompt_on_one_rank, 2) == [[True, True, False, False]] * 2
-
-
 def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session = FakeSession()
     session.runtime = runtime(mode="paper", overrides="warmup=1,refresh=0,cached=0->0.5")
@@ -177,56 +141,45 @@ def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     assert found[49] == found[69] == 0.5
 
 
-def interleaved(session: FakeSession, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
-    """Run two pipelines whose steps alternate."""
-    both, texts = [session.runs.begin(steps, owner=object()) for _ in range(2)], [prompt(), prompt()]
-    found: list[list[bool]] = [[], []]
-    for step in range(steps):
-        for request, model in enumerate((first, second)):
-            for _ in range(2):
-                call = {"timestep": 1 - step / steps, "encoder_hidden_states": texts[request]}
-                found[request].append(model(request, **call))
-            session.runs.end_step(both[request])
-            assert session.num_references <= 2
-    return found
-
-
 @pytest.mark.parametrize("shared", [False, True])
-def test_two_alternating_pipelines_are_lossless(warned: list[str], shared: bool) -> None:
+def test_two_alternating_runs_are_lossless(warned: list[str], shared: bool) -> None:
     session = FakeSession()
-    model = session.transformer()
-    older, newer = interleaved(session, model, model if shared else session.transformer())
-    assert older == newer == [False] * 12
-    assert session.num_references == 0 and all("alternates with another run" in message for message in warned)
+    models = [session.transformer(), session.transformer()]
+    both, text = [session.runs.begin(6, owner=object()) for _ in models], prompt()
+    for _ in range(5):
+        for request, run in enumerate(both):
+            assert not models[request * (not shared)](request, timestep=0.5, encoder_hidden_states=text)
+            session.runs.end_step(run)
+    assert session.num_references == 0
+    [message] = warned
+    assert "several runs are open; finish one before the next" in message
 
 
-def test_a_nested_run_lets_the_outer_one_continue(warned: list[str]) -> None:
+def test_a_run_continues_with_a_keyframe_after_another_one_inside_of_it(warned: list[str]) -> None:
     session = FakeSession()
-    outer, inner = session.transformer(), session.transformer()
-    for shared in (False, True):
-        model = outer if shared else inner
-        first, texts = session.runs.begin(6, owner=object()), [prompt(), prompt()]
-        for step in range(6):
-            # The outer run begins with a keyframe after the inner one.
-            assert outer(1, timestep=0.0, encoder_hidden_states=texts[0]) == (step not in (0, 3))
-            session.runs.end_step(first)
-            if step == 2:
-                second = session.runs.begin(2, owner=object())
-                for number in range(2):
-                    found = model(2, timestep=0.0, encoder_hidden_states=texts[1])
-                    assert found == (number > 0)
-                    session.runs.end_step(second)
-                assert session.num_references == 0
+    model, text = session.transformer(), prompt()
+    outer = session.runs.begin(6, owner=object())
+    for step in range(6):
+        assert model(1, timestep=0.0, encoder_hidden_states=text) == (step not in (0, 3))
+        session.runs.end_step(outer)
+        if step == 2:
+            inner = session.runs.begin(2, owner=object())
+            for _ in range(2):
+                assert not model(2, timestep=0.0, encoder_hidden_states=text)
+                session.runs.end_step(inner)
+            assert session.num_references == 0
+    assert session.runs.newest is None and session.num_references == 0
 
 
-def test_two_pipelines_that_share_a_transformer_are_told_apart_by_prompt(warned: list[str]) -> None:
+def test_the_next_run_of_an_owner_ends_one_that_stopped_without_notice(warned: list[str]) -> None:
     session = FakeSession()
-    model = session.transformer()
-    both, texts = [session.runs.begin(9, owner=object()) for _ in range(2)], [prompt(), prompt()]
-    for request in (1, 1, 1, 0, 0, 1, 0, 1, 1):
-        model(request, timestep=0.0, encoder_hidden_states=texts[request])
-        session.runs.end_step(both[request])
-    assert any("the prompt has changed" in message for message in warned)
+    model, text, owner = session.transformer(), prompt(), object()
+    for request in range(2):
+        session.runs.begin(6, owner)
+        for step in range(3):
+            assert model(request, timestep=0.0, encoder_hidden_states=text) == (step > 0)
+            session.runs.end_step()
+    assert warned == []
 
 
 def test_calls_without_ends_of_steps_do_not_fill_memory(warned: list[str]) -> None:
@@ -305,7 +258,7 @@ def test_two_prompts_with_one_seed_are_no_branches() -> None:
 def test_branches_are_not_counted_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing latents waits for the device, at which a capture fails; they are compared at the next call."""
     captured = iter((True, False, False))
-    monkeypatch.setattr(runs, "is_captured", lambda: next(captured))
+    monkeypatch.setattr(batched_branches_module, "is_captured", lambda: next(captured))
     assert batched_branches(FakeSession(), [[torch.zeros(2, 4)]] * 3) == [1, 2, 2]
 
 
@@ -375,10 +328,6 @@ class Loops:
         with DiffusionPipeline.progress_bar(self.pipeline, total=STEPS):
             return self.through(self.scheduler.timesteps, latents, prompts)
 
-    def over_an_iterable(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
-        times = iter(DiffusionPipeline.progress_bar(self.pipeline, self.scheduler.timesteps))
-        return self.through(times, latents, prompts)  # the frame keeps the iterator as long as an error keeps the frame
-
     def through(self, times: Iterable, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
         for time in times:
             velocity = self.velocity(latents, time, prompts)
@@ -391,7 +340,7 @@ class Loops:
         return [report.sent_bytes / report.exact_bytes for report in self.session.runtime.reports]
 
 
-FORMS = ("declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
+FORMS = ("declared", "of_unknown_length", "by_diffusers")
 
 
 def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tensor, list[float]]]:
@@ -445,36 +394,3 @@ def test_a_second_transformer_has_its_own_references() -> None:
         change = STEPS // 2
         assert encoded[0] > 0.2 and encoded[change] > 0.2  # keyframes
         assert max(encoded[1:change] + encoded[change + 1 :]) < 0.2
-
-
-def run_after_error(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run two loops after one over an iterable that ended with an error, which one rank keeps."""
-    loops = Loops(rank, config_of("balanced", timeout=20))
-    velocity, calls = loops.velocity, []
-
-    def fail(*given: object) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 4:
-            raise MemoryError
-        return velocity(*given)
-
-    loops.velocity, held = fail, []
-    try:
-        loops.run(1, "over_an_iterable")
-    except MemoryError as error:
-        if rank == 0:
-            held.append(error)
-    loops.velocity = velocity
-    by_hand = loops.run(2, "by_hand")
-    again = loops.run(2, "over_an_iterable")
-    assert len(loops.encoded) == STEPS and max(loops.encoded[1:]) < 0.2
-    return by_hand, again
-
-
-def test_a_loop_that_an_error_ended_ends_alike_on_all_ranks() -> None:
-    """Also where one rank keeps the error, and with it the frame of the loop."""
-    exact = ranks.run(all_loops, 2, "exact", [(2, "by_hand", 1)])
-    fresh = ranks.run(all_loops, 2, "balanced", [(2, "over_an_iterable", 1)])
-    for found, [(wanted, _)], [(coded, _)] in zip(ranks.run(run_after_error, 2), exact, fresh, strict=True):
-        torch.testing.assert_close(found[0], wanted)
-        torch.testing.assert_close(found[1], coded, rtol=0.1, atol=0.1)

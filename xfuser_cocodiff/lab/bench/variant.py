@@ -54,6 +54,8 @@ class Variant:
         self.session.traffic.reset()
         if self.runtime:
             self._begin_run() if first else self._advance()
+        elif self.session.runs.newest is None:  # schedules are tuned in runs only
+            self.session.runs.begin()
         result = step(self.position)
         self.session.runs.end_step()
         self.a2a_seconds.append(sum(self.session.traffic.seconds.values()))

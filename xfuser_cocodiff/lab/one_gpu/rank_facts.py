@@ -159,9 +159,9 @@ def _compared(step: Step, variants: dict[str, Variant], total: int, steps: int) 
 def _output(step: Step, tried: Variant, number: int, total: int) -> torch.Tensor:
     """Return the output of a step of a run."""
     bare_runtime.use_session(tried.session)
+    if number == 0:
+        tried.session.runs.begin(total)
     if tried.runtime:
-        if number == 0:
-            tried.session.runs.begin(total)
         tried.runtime.step = number
     output = step(number / total)
     tried.session.runs.end_step()

@@ -1,12 +1,12 @@
 """Tracking of runs and steps in diffusers' pipelines, and declared runs of other samplers.
 
-A run begins when a pipeline opens its progress bar, as all pipelines of diffusers do before their first step; it ends
-when the bar is closed, at the latest. A step ends when the pipeline's scheduler returns, or a pass of a modular
+A run begins when a pipeline opens its progress bar, as pipelines of diffusers do before their first step; it ends when
+the bar is closed, at the latest. A step ends when the pipeline's scheduler returns, or a pass of a modular
 pipeline's loop. The runs are those of the active session.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,17 +92,14 @@ class RunTracker:
         @functools.wraps(original)
         def progress_bar(pipeline: Any, iterable: Iterable | None = None, total: int | None = None) -> Any:
             owner = pipeline if hasattr(pipeline, "loop_step") else getattr(pipeline, "scheduler", None)
-            if owner is None:
+            # A bar over an iterable declares no run: where its loop is left early, nothing tells so on all ranks.
+            if owner is None or iterable is not None:
                 return original(pipeline, iterable, total)
             if owner is not pipeline:
                 self._patch_scheduler(type(owner))
-            if iterable is None:
-                # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
-                run = self.begin(owner, total and total * getattr(owner, "order", 1))
-                return _with_callback(original(pipeline, total=total), functools.partial(self.end, run))
-            run = self.begin(owner, len(iterable) if isinstance(iterable, Sized) else total)
-            run.may_be_abandoned = True
-            return original(pipeline, _TrackedIterable(iterable, lambda: self.end(run, is_complete=True)), total)
+            # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
+            run = self.begin(owner, total and total * getattr(owner, "order", 1))
+            return _with_callback(original(pipeline, total=total), functools.partial(self.end, run))
 
         return progress_bar
 
@@ -141,23 +138,6 @@ class RunTracker:
             return output
 
         return step
-
-
-class _TrackedIterable:
-    """An iterable with a callback at its end.
-
-    There is no callback where a loop is left early: ranks would free the iterator at different times.
-    """
-
-    def __init__(self, iterable: Any, on_end: Callable[[], None]) -> None:
-        self._iterable, self._on_end = iterable, on_end
-
-    def __len__(self) -> int:
-        return len(self._iterable)
-
-    def __iter__(self) -> Iterator:
-        yield from self._iterable
-        self._on_end()
 
 
 def _with_callback(bar: Any, on_close: Callable[[bool], None]) -> Any:
