@@ -301,23 +301,3 @@ def test_entry_point_of_xdit(monkeypatch: pytest.MonkeyPatch, disable: str, deci
 
 def test_patches_fit_the_installed_xdit() -> None:
     assert [state for state in environment.patch_states() if state.state not in ("applied", "ready", "used")] == []
-
-
-@pytest.mark.slow  # the config is checked in the same way
-def test_xdit_command_checks_options_before_ranks_start() -> None:
-    done = python("""
-        import sys
-        from unittest import mock
-        from xfuser.cli import main
-        base = ["--model", "FLUX.1-dev", "--ulysses-degree", "4", "--use_cocodiff", "--cocodiff_topology"]
-        with mock.patch("subprocess.Popen", side_effect=KeyError) as started:
-            for more in (["2x2"], ["2x2", "--nproc_per_node", "gpu", "--cocodiff_slow_axes", "node"]):
-                try:
-                    main([*base, *more])
-                except KeyError:
-                    print("started")
-        main([*base, "2x3"])
-    """)
-    assert (done.returncode, done.stdout.splitlines()[-2:]) == (2, ["started"] * 2), done.stderr
-    assert done.stderr.splitlines()[-1].startswith("cocodiff: --cocodiff_topology: ")
-    assert "Traceback" not in done.stderr

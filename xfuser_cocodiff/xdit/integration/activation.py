@@ -124,7 +124,6 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *(platform.patches(machine) if machine else []),
         *(attention_kernels.patches() if machine and machine.device_type in attention_kernels.DEVICES else []),
         *flags.patches(_activate_for_config),
-        *_of_feature("the check of options before ranks start", option_errors.patches()),
         *_of_feature("the rank of Ray workers in logs and records", ray_workers.patches()),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *startup.patches(activate),
