@@ -1,6 +1,5 @@
 """Agreement over the rendezvous store, with two ranks in turn in one process."""
 
-import contextlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,59 +43,3 @@ def _agree_in_a_second_job(rank: int, file: str) -> list[dict]:
 def test_a_process_that_outlives_a_store_agrees_in_the_next(tmp_path: Path) -> None:
     expected = [[{"rank": rank, "number": number} for rank in range(2)] for number in range(2)]
     assert ranks.run(_agree_in_a_second_job, 2, str(tmp_path / "store")) == [expected] * 2
-
-
-def _count_keys_of_rounds(rank: int) -> tuple[list[list[dict]], list[int]]:
-    store, reports, counts = dist.distributed_c10d._get_default_store(), [], []
-    for number in range(5):
-        reports.append(agreement.gather_proposals(lambda: {"rank": rank, "number": number}))  # noqa: B023
-        dist.barrier()  # by now all ranks have deleted what they delete
-        counts.append(store.num_keys())
-        dist.barrier()
-    with contextlib.suppress(agreement.OptionError):
-        agreement.gather_proposals(lambda: int("not a number"))
-    for number in range(2):
-        agreement.gather_proposals(lambda: {"number": number})  # noqa: B023
-    dist.barrier()
-    return reports, [*counts, store.num_keys()]
-
-
-@pytest.mark.parametrize("store_on_rank_0", [False, True], ids=["file", "TCP"])
-def test_the_store_keeps_the_keys_of_the_last_round_only(store_on_rank_0: bool) -> None:
-    for reports, counts in ranks.outcomes(_count_keys_of_rounds, 3, store_on_rank_0=store_on_rank_0):
-        assert reports == [[{"rank": rank, "number": number} for rank in range(3)] for number in range(5)]
-        assert len({*counts}) == 1
-
-
-@pytest.mark.parametrize("error", [KeyError("no such key"), NotImplementedError()], ids=repr)
-def test_a_store_that_cannot_delete_keeps_its_keys(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """A rank that failed here would leave the others in the next collective."""
-
-    class OtherStore:
-        def __init__(self) -> None:
-            self.values: dict[str, bytes] = {}
-            self.counts: dict[str, int] = {}
-
-        def set(self, key: str, value: str) -> None:
-            self.values[key] = value.encode()
-
-        def get(self, key: str) -> bytes:
-            return self.values[key]
-
-        def add(self, key: str, amount: int) -> int:
-            self.counts[key] = self.counts.get(key, 0) + amount
-            return self.counts[key]
-
-        def wait(self, keys: list[str], timeout: timedelta) -> None:
-            assert {*keys} <= {*self.values}
-
-        def delete_key(self, key: str) -> bool:
-            raise error
-
-    store = OtherStore()
-    monkeypatch.setattr(agreement, "_get_default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    for number in range(2):
-        assert agreement._exchange_reports({"number": number}, timedelta(seconds=1)) == [{"number": number}]
-    assert len(store.values) == 2

@@ -309,6 +309,18 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -
     assert_all_raise(results, f"--cocodiff_a2a: {plans}")
 
 
+def test_profiles_of_a_ring_that_differ_are_an_error_on_all(tmp_path: Path) -> None:
+    topology, environments = Topology.parse("gpu=2"), []
+    for bandwidth in (1e9, 2e9):
+        file = tmp_path / f"{bandwidth}.json"
+        profile = Profile(topology, (AxisLink("gpu", 1e-5, bandwidth),), 1e-5, 1e9, 1e9)
+        file.write_text(json.dumps({"profile": profile.to_json()}))
+        environments.append({"COCODIFF_PROFILE": str(file)})
+    arguments = ["--ulysses_degree", "1", "--ring_degree", "2", "--use_cocodiff", "--cocodiff_topology", "gpu=2"]
+    results = ranks.outcomes(config_of, 2, arguments, environments, False)
+    assert_all_raise(results, "differ between ranks: the ring's --cocodiff_profile: rank 0: ", "; rank 1: ")
+
+
 def config_of_another_version(rank: int) -> str:
     """Return the config where one rank has a version with other messages."""
     from xfuser_cocodiff.xdit.integration import flags

@@ -7,9 +7,6 @@ Ranks communicate in rounds: each posts one report and waits for those of the ot
 proposes its config in a round whenever it makes one. A rank with the plugin disabled makes its config without a round,
 as stock xDiT does, and may do so alone. It takes part in the round before xDiT makes its process groups, in which all
 ranks take part; a rank that proposes waits until then.
-
-A rank deletes its keys of a round after it has read the next one: every rank has posted to that one, so none still
-reads the older keys. Otherwise the store would grow with each change of a service's options.
 """
 
 import contextlib
@@ -48,13 +45,15 @@ def gather_proposals(propose: Callable[[], dict]) -> list[dict]:
         ValueError: a proposal failed, with the message of the lowest such rank; or some ranks have the plugin disabled.
         RuntimeError: a rank did not report within TIMEOUT; names these ranks.
     """
+    proposal, failure = None, None
     try:
-        report: dict[str, Any] = {"proposal": propose()}
+        proposal = propose()
     except Exception as error:  # of any type: the other ranks must learn of it
-        report = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
-    if not report.get("proposal", True):
+        failure = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    if proposal == {}:
         return []
-    return [each["proposal"] for each in _gather(report)]
+    reports = _gather({"is_enabled": True, "makes": "a config", "proposal": proposal, "error": failure}, TIMEOUT)
+    return [report["proposal"] for report in reports]
 
 
 def check_all(is_enabled: bool) -> None:
@@ -67,11 +66,9 @@ def check_all(is_enabled: bool) -> None:
         ValueError: the plugin is enabled on some ranks only, or the options of a rank are not valid; on every rank.
         RuntimeError: the plugin is enabled here and another rank did not report; names these ranks.
     """
-    if is_enabled:
-        _gather({"is_enabled": True})
-    else:
-        with contextlib.suppress(MissingReportError):
-            _gather({"is_enabled": False}, DISABLED_RANK_TIMEOUT)
+    report = {"is_enabled": is_enabled, "makes": "process groups", "error": None}
+    with contextlib.nullcontext() if is_enabled else contextlib.suppress(MissingReportError):
+        _gather(report, TIMEOUT if is_enabled else DISABLED_RANK_TIMEOUT)
 
 
 class MissingReportError(RuntimeError):
@@ -108,35 +105,32 @@ def by_rank(values: Sequence[Any]) -> str:
     )
 
 
-def _gather(report: dict, timeout: timedelta | None = None) -> list[dict]:
+def _gather(report: dict, timeout: timedelta) -> list[dict]:
     """Return the reports of a round.
 
     Raises:
         OptionError: a rank reported an error, or the ranks reported different things.
         MissingReportError: a rank did not report.
     """
-    reports = _exchange_reports(report, timeout or TIMEOUT) if dist.is_initialized() else [report]
-    failed = [(rank, each["error"]) for rank, each in enumerate(reports) if "error" in each]
-    if failed:
-        rank, error = failed[0]
-        is_everywhere = len(failed) == len(reports) and len({error for _, error in failed}) == 1
-        raise_on_all_ranks(error if is_everywhere else f"on rank {rank}: {error}")
-    enabled = [each.get("is_enabled", True) for each in reports]
-    if len(set(enabled)) > 1:
-        given = by_rank(["given" if each else "not given" for each in enabled])
-        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: --{ENABLE_OPTION}: {given}")
-    rounds = ["makes a config" if "proposal" in each else "makes process groups" for each in reports]
-    if len(set(rounds)) > 1:
+    reports = _exchange_reports(report, timeout) if dist.is_initialized() else [report]
+    errors = [each["error"] for each in reports]
+    if failed := [rank for rank, error in enumerate(errors) if error is not None]:
+        is_everywhere = len(failed) == len(reports) and len({*errors}) == 1
+        raise_on_all_ranks(errors[0] if is_everywhere else f"on rank {failed[0]}: {errors[failed[0]]}")
+    given = ["given" if each["is_enabled"] else "not given" for each in reports]
+    if len({*given}) > 1:
+        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: --{ENABLE_OPTION}: {by_rank(given)}")
+    made = [f"makes {each['makes']}" for each in reports]
+    if len({*made}) > 1:
         raise_on_all_ranks(
-            f"create_config() must be called equally often on all ranks with --{ENABLE_OPTION}: {by_rank(rounds)}"
+            f"create_config() must be called equally often on all ranks with --{ENABLE_OPTION}: {by_rank(made)}"
         )
     return reports
 
 
 def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
     store, world = _get_default_store(), dist.get_world_size()
-    number = _count_rounds(store, 1)
-    key = _round_key(number)
+    key = _round_key(_count_rounds(store, 1))
     store.set(f"{key}/{dist.get_rank()}", json.dumps(report))
     keys = [f"{key}/{rank}" for rank in range(world)]
     try:
@@ -147,10 +141,7 @@ def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
             f"ranks {missing} did not report CoCoDiff's options within {timeout}; install and enable the plugin on all "
             "nodes"
         ) from None
-    reports = [json.loads(store.get(key)) for key in keys]
-    if number > 1:
-        _delete_own_keys(store, _round_key(number - 1))
-    return reports
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def _count_rounds(store: dist.Store, more: int) -> int:
@@ -161,9 +152,3 @@ def _count_rounds(store: dist.Store, more: int) -> int:
 def _round_key(name: int | str) -> str:
     # The store may outlive a torchrun restart, whose ranks must not read reports of the previous attempt.
     return f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
-
-
-def _delete_own_keys(store: dist.Store, round_key: str) -> None:
-    with contextlib.suppress(Exception):  # a store of another kind, which keeps them, or one without such keys
-        for key in (f"{round_key}/{dist.get_rank()}", f"{round_key}/read/{dist.get_rank()}"):
-            store.delete_key(key)

@@ -12,6 +12,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
+from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
 from xfuser_cocodiff.xdit.patching.log import warn_once
@@ -26,6 +27,10 @@ from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.xdit.settings.variables import check_variables
 
 _ARGS = "xfuser.config.args"
+_OPTIONS = (*OPTIONS, *REMOVED_OPTIONS)
+_ARGUMENTS = dataclasses.make_dataclass("_ARGUMENTS", [(option.field, Any, option.default) for option in _OPTIONS])
+_FIELDS = {field.name: field for field in dataclasses.fields(_ARGUMENTS)}
+"""Fields of the options in xDiT's arguments."""
 
 
 def patches(activate: Callable[[], list[str]]) -> list[Patch]:
@@ -60,10 +65,7 @@ def _with_flags(original: staticmethod) -> staticmethod:
         group = parser.add_argument_group("CoCoDiff Options")
         for option in OPTIONS:
             # Choices are checked in the config, whose errors name flags and variables and are the same on all ranks.
-            # A store_true flag defaults to False, the others to None, so that variables take effect.
-            kind: dict[str, Any] = (
-                {"action": "store_true"} if option.default is False else {"type": str, "default": None}
-            )
+            kind: dict[str, Any] = {"action": "store_true"} if option.is_switch else {"type": str}
             metavar: dict[str, Any] = {"metavar": "{" + ",".join(option.choices) + "}"} if option.choices else {}
             group.add_argument(option.flag, help=option.help, **kind, **metavar)
         for option in REMOVED_OPTIONS:
@@ -76,19 +78,15 @@ def _with_flags(original: staticmethod) -> staticmethod:
 def _with_fields(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for option in (*OPTIONS, *REMOVED_OPTIONS):
-            setattr(self, option.field, kwargs.pop(option.field, option.default))
+        for name, field in _FIELDS.items():
+            setattr(self, name, kwargs.pop(name, field.default))
         original(self, *args, **kwargs)
 
     return __init__
 
 
 def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasses.Field]:
-    extra = dataclasses.make_dataclass(
-        "Options",
-        [(each.field, Any, dataclasses.field(default=each.default)) for each in (*OPTIONS, *REMOVED_OPTIONS)],
-    )
-    return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
+    return {**original, **_FIELDS}
 
 
 def _with_config(activate: Callable[[], list[str]], original: Callable) -> Callable:
@@ -131,9 +129,6 @@ def agree_on_config(
     """
     device_type = platform.compute_device().type
 
-    def detect(size: int) -> Topology:
-        return detected_topology.detect_topology(size, os.environ)
-
     def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig | None:
         check_variables(os.environ)
         if not is_enabled(values, os.environ):
@@ -141,91 +136,90 @@ def agree_on_config(
         ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 
-    def propose(topology: Callable[[int], Topology]) -> dict:
+    def propose(topology: Callable[[int], Topology]) -> dict[str, Any]:
         config = make_config(topology)
-        return {**_as_json(config, device_type), "off": ", ".join(activate())} if config else {}
+        if config is None:
+            return {}
+        backend = kernels.resolve(config.kernels, device_type)
+        options = {**_compared_options(config), "what is off with this xfuser": ", ".join(activate())}
+        return {"options": options, "detected": config.detected, "backend": backend}
 
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.
-    topology, proposals = detect, gather_proposals(functools.partial(propose, detect))
+    topology: Callable[[int], Topology] = functools.partial(detected_topology.detect_topology, environment=os.environ)
+    proposals = gather_proposals(functools.partial(propose, topology))
     if _only_detection_differs(proposals):
         warn_once("ranks detect different topologies, so the all-to-all is flat; set --cocodiff_topology")
-        topology, proposals = Topology.flat, gather_proposals(functools.partial(propose, Topology.flat))
+        topology = Topology.flat
+        proposals = gather_proposals(functools.partial(propose, topology))
+    if differing := _differing([proposal["options"] for proposal in proposals]):
+        texts = [f"{name}: {by_rank(values)}" for name, values in differing.items()]
+        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {', '.join(texts)}")
     config = make_config(topology)
-    if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
-        config, proposals = replace(config, kernels=kernels.TORCH), _with_torch_kernels(proposals)
-    if differences := _differences(proposals):
-        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {differences}")
+    backends = [proposal["backend"] for proposal in proposals]
+    if len(set(backends)) > 1:  # by --cocodiff_kernels auto, and one rank has no compiler
+        _warn_of_torch_kernels(backends)
+        config = replace(config, kernels=kernels.TORCH)
     for warning in ignored_options.warnings(values, os.environ, config):
         warn_once(warning)
     return config
 
 
-def _with_torch_kernels(proposals: list[dict]) -> list[dict]:
-    without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
-    best = next(proposal["kernels"] for proposal in proposals if proposal["kernels"] != kernels.TORCH)
+def _warn_of_torch_kernels(backends: list[str]) -> None:
+    without = [rank for rank, backend in enumerate(backends) if backend == kernels.TORCH]
+    best = next(backend for backend in backends if backend != kernels.TORCH)
     warn_once(
         f"ranks {without} cannot run {best.capitalize()} kernels, so all ranks use PyTorch's, which are slower; "
         f"--cocodiff_kernels {best} shows the reason"
     )
-    return [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
+
+
+_TOPOLOGIES = {"--cocodiff_topology", "the ring's --cocodiff_topology"}
+_FROM_TOPOLOGY = {*_TOPOLOGIES, "--cocodiff_mode", "--cocodiff_slow_axes"}
+"""What follows from the detected topology by default."""
+_NAMES = {
+    "plan": "--cocodiff_a2a",
+    "ring_topology": "the ring's --cocodiff_topology",
+    "ring_profile": "the ring's --cocodiff_profile",
+    "virtual_ring": "the ring of --cocodiff_virtual",
+    "synchronous": "CCL_OP_SYNC",
+}
+"""Names of fields of the config that are not those of an option."""
+_OF_ONE_RANK = ("overlap", "detected", "cache")
+"""Fields of the config that ranks do not compare."""
+
+
+def _compared_options(config: CocoDiffConfig) -> dict[str, str | None]:
+    """Return what must be the same on all ranks, as texts by the names that users know."""
+    fields = {name: value for name, value in vars(config).items() if name not in _OF_ONE_RANK}
+    return {
+        **{_NAMES.get(name, f"--cocodiff_{name}"): _text(value) for name, value in fields.items()},
+        "--cocodiff_v_first": _text(config.overlap.v_first),
+        "--cocodiff_head_groups": _text(config.overlap.head_groups),
+        "xfuser's USP": usp_versions.digest(),
+        "the format of CoCoDiff's messages (another version)": str(WIRE_FORMAT),
+    }
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, Profile):
+        return f"contents {zlib.crc32(json.dumps(value.to_json(), sort_keys=True).encode()):08x}"
+    return None if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _differing(all_options: list[dict]) -> dict[str, list[str]]:
+    """Return the options that differ between ranks, with the value of each rank."""
+    by_name = {name: [options[name] for options in all_options] for name in (all_options[0] if all_options else ())}
+    return {
+        name: ["not given" if value is None else repr(value) for value in values]
+        for name, values in by_name.items()
+        if len(set(values)) > 1
+    }
 
 
 def _only_detection_differs(proposals: list[dict]) -> bool:
-    # The same plan text reads differently on another topology, so only its presence can be compared. The default mode
-    # and the default slow axes depend on the topology. Kernels are compared separately.
-    topologies = ("topology", "ring_topology")
-    hidden = dict.fromkeys((*topologies, "mode", "slow_axes", "kernels"), "")
-    rest = [{**proposal, **hidden, "plan": proposal["plan"] is not None} for proposal in proposals]
-    is_same_topology = len({tuple(proposal[name] for name in topologies) for proposal in proposals}) <= 1
-    return not is_same_topology and rest[0]["detected"] and all(other == rest[0] for other in rest)
-
-
-def _differences(proposals: list[dict]) -> str:
-    """Format the options that differ between ranks, with the value of each rank."""
-    # `detected` is left out: where a topology comes from matters only if the topologies differ too.
-    names = {
-        **{option.field.removeprefix("cocodiff_"): option.flag for option in OPTIONS},
-        "plan": "--cocodiff_a2a",
-        "ring_topology": "--cocodiff_topology",
-        "synchronous": "CCL_OP_SYNC",
-        "usp": "xfuser's USP",
-        "off": "what is off with this xfuser",
-        "wire_format": "the format of CoCoDiff's messages (another version)",
-    }
-    by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
-    return ", ".join(
-        f"{names[name]}: {by_rank(['not given' if value is None else repr(value) for value in all_values])}"
-        for name, all_values in by_name.items()
-        if name in names and any(value != all_values[0] for value in all_values)
-    )
-
-
-_UNCHANGED = (
-    "mode",
-    "ring",
-    "timeout",
-    "detected",
-    "schedule",
-    "memory_budget",
-    "synchronous",
-)
-"""Fields of the config that are JSON values already."""
-
-
-def _as_json(config: CocoDiffConfig, device_type: str) -> dict:
-    """Return the part of a config that ranks compare, as JSON values."""
-    profile = config.profile and json.dumps(config.profile.to_json(), sort_keys=True)
-    return {
-        "topology": str(config.topology),
-        "ring_topology": config.ring_topology and str(config.ring_topology),
-        "plan": config.plan and str(config.plan),
-        "profile": profile and f"contents {zlib.crc32(profile.encode()):08x}",
-        **{name: getattr(config, name) for name in _UNCHANGED},
-        **vars(config.overlap),
-        "slow_axes": ",".join(config.slow_axes),
-        "virtual": config.virtual and f"{'ring:' * config.virtual_ring}{config.virtual}",
-        "kernels": kernels.resolve(config.kernels, device_type),  # may differ between nodes
-        "any_kernels": config.kernels == kernels.AUTO,
-        "usp": usp_versions.digest(),
-        "wire_format": WIRE_FORMAT,
-    }
+    """Return whether ranks were given the same options and detect different topologies."""
+    # The same plan text reads differently on another topology, so only its presence can be compared.
+    plan = _NAMES["plan"]
+    differing = _differing([{**each["options"], plan: each["options"][plan] is not None} for each in proposals]).keys()
+    is_detected = all(proposal["detected"] for proposal in proposals)
+    return is_detected and bool(differing & _TOPOLOGIES) and differing <= _FROM_TOPOLOGY
