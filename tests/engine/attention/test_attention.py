@@ -80,7 +80,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
     mesh, generator = mesh_of(text, device), random.Random(rank)
     if staged:
         stages = dataclasses.replace(mesh.stages, staged=staged)
-        mesh = dataclasses.replace(mesh, stages=stages, comm_stream=CommStream(device, staged))
+        mesh = dataclasses.replace(mesh, stages=stages, comm_stream=CommStream.on(device, staged))
 
     def delay() -> None:
         if generator.random() < 0.3:

@@ -4,23 +4,25 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle, HostThread
+from xfuser_cocodiff.engine.comm.traffic import Label
 
 
 def test_work_runs_in_order_beside_the_caller() -> None:
-    comm_stream, order, gate = CommStream(), [], threading.Event()
+    comm_stream, order, gate = HostThread(), [], threading.Event()
 
     def slow() -> str:
         gate.wait()
         order.append("first")
         return "first"
 
-    first = comm_stream.start("first", slow)
-    second = comm_stream.start("second", lambda: order.append("second"))
+    first = comm_stream.start(Label("first"), slow)
+    second = comm_stream.start(Label("second"), lambda: order.append("second"))
     order.append("caller")
     gate.set()
     assert second.wait() is None
@@ -29,43 +31,63 @@ def test_work_runs_in_order_beside_the_caller() -> None:
 
 
 def test_run_waits_for_work_started_before() -> None:
-    comm_stream, order = CommStream(), []
-    handle = comm_stream.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    comm_stream, order = HostThread(), []
+    handle = comm_stream.start(Label("first"), lambda: (time.sleep(0.1), order.append("first")))
     comm_stream.run(lambda: order.append("second"))
     handle.wait()
     assert order == ["first", "second"]
     assert comm_stream.run(threading.get_ident) == threading.get_ident()  # an idle comm stream uses the caller's thread
 
 
+def test_a_single_collective_starts_at_once_but_not_before_others() -> None:
+    """All ranks then start their collectives in the same order, whichever of them are still busy."""
+    comm_stream, order, gate = HostThread(), [], threading.Event()
+
+    def begin(name: str) -> Callable[[], tuple[str, int]]:
+        order.append(name)
+        thread = threading.get_ident()
+        return lambda: (name, thread)
+
+    alone = comm_stream.start_collective(Label("v"), lambda: begin("alone"))
+    assert order == ["alone"]
+    slow = comm_stream.start(Label("qk"), lambda: (gate.wait(), order.append("slow")))
+    behind = comm_stream.start_collective(Label("o"), lambda: begin("behind"), lambda result: result)
+    gate.set()
+    assert behind.wait()[1] != threading.get_ident()
+    assert alone.wait() == ("alone", threading.get_ident())
+    slow.wait()
+    assert order == ["alone", "slow", "behind"]
+
+
 def test_blocking_work_runs_in_order_and_in_the_callers_thread() -> None:
-    comm_stream, order = CommStream(), []
-    first = comm_stream.start("first", lambda: (time.sleep(0.1), order.append("first")))
-    comm_stream.start("second", lambda: order.append("second"), is_blocking=True).wait()
+    comm_stream, order = HostThread(), []
+    first = comm_stream.start(Label("first"), lambda: (time.sleep(0.1), order.append("first")))
+    comm_stream.start(Label("second"), lambda: order.append("second"), is_blocking=True).wait()
     first.wait()
     assert order == ["first", "second"]
-    assert comm_stream.start("third", threading.get_ident, is_blocking=True).wait() == threading.get_ident()
-    comm_stream.start("fourth", lambda: order.append("fourth"), is_blocking=True).drain()
+    assert comm_stream.start(Label("third"), threading.get_ident, is_blocking=True).wait() == threading.get_ident()
+    comm_stream.start(Label("fourth"), lambda: order.append("fourth"), is_blocking=True).drain()
     assert order[-1] == "fourth", "peers wait for it"
 
 
 def test_finish_runs_in_the_waiting_thread() -> None:
-    handle = CommStream().start("work", lambda: 2, lambda result: (result + 1, threading.get_ident()))
+    handle = HostThread().start(Label("work"), lambda: 2, lambda result: (result + 1, threading.get_ident()))
     assert handle.wait() == (3, threading.get_ident())
 
 
 def test_waiting_twice_raises() -> None:
-    handle = CommStream().start("all-to-all", lambda: 1)
+    handle = HostThread().start(Label("qkv"), lambda: 1)
     assert handle.wait() == 1
-    with pytest.raises(RuntimeError, match="all-to-all was waited for twice"):
+    with pytest.raises(RuntimeError, match="communication of qkv was waited for twice"):
         handle.wait()
 
 
 def test_dropped_handle_warns_and_its_work_completes() -> None:
-    comm_stream, done = CommStream(), []
-    handle = comm_stream.start("all-to-all", lambda: done.append(1))
-    with pytest.warns(ResourceWarning, match="all-to-all was dropped"):
+    comm_stream, done = HostThread(), []
+    handle = comm_stream.start(Label("qkv"), lambda: done.append(1))
+    with pytest.warns(ResourceWarning, match="communication of qkv was dropped"):
         del handle
-    comm_stream.start("next", lambda: None).wait()
+    comm_stream.start(Label("next"), lambda: None).wait()
     assert done
 
 
@@ -76,7 +98,7 @@ def test_drained_handle_completes_without_a_warning() -> None:
         raise MemoryError
 
     def handle_of_failure() -> Handle:
-        return CommStream().start("all-to-all", lambda: (time.sleep(0.05), done.append(1)), fail)
+        return HostThread().start(Label("qkv"), lambda: (time.sleep(0.05), done.append(1)), fail)
 
     with pytest.raises(MemoryError):  # its own error is raised
         handle_of_failure().drain()
@@ -92,7 +114,7 @@ def test_drained_handle_completes_without_a_warning() -> None:
         with pytest.raises(MemoryError):
             handle_of_failure().drain()
     assert done == [1, 1, 1]
-    handle = CommStream().start("all-to-all", lambda: 1, done.append)
+    handle = HostThread().start(Label("qkv"), lambda: 1, done.append)
     handle.drain()
     assert done == [1, 1, 1, 1]
     with warnings.catch_warnings():
@@ -101,23 +123,23 @@ def test_drained_handle_completes_without_a_warning() -> None:
 
 
 def test_errors_are_raised_by_wait_and_drain() -> None:
-    comm_stream = CommStream()
-    handle = comm_stream.start("work", lambda: 1 // 0)
+    comm_stream = HostThread()
+    handle = comm_stream.start(Label("work"), lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         handle.wait()
     with pytest.raises(ZeroDivisionError):
-        comm_stream.start("work", lambda: 1 // 0).drain()
-    assert comm_stream.start("work", lambda: 1).wait() == 1
+        comm_stream.start(Label("work"), lambda: 1 // 0).drain()
+    assert comm_stream.start(Label("work"), lambda: 1).wait() == 1
 
 
 def test_results_are_not_kept_alive() -> None:
-    comm_stream = CommStream()
-    handle = comm_stream.start("work", lambda: torch.zeros(3))
+    comm_stream = HostThread()
+    handle = comm_stream.start(Label("work"), lambda: torch.zeros(3))
     result = weakref.ref(handle.wait())
     del handle
-    comm_stream.start("next", lambda: None).wait()
+    comm_stream.start(Label("next"), lambda: None).wait()
     assert result() is None
-    handle = comm_stream.start("last", lambda: torch.zeros(3))
+    handle = comm_stream.start(Label("last"), lambda: torch.zeros(3))
     result = weakref.ref(handle.wait())
     del handle
     deadline = time.monotonic() + 60
@@ -130,7 +152,7 @@ def test_results_are_not_kept_alive() -> None:
 def test_stream_has_high_priority_where_supported(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
     given = []
     monkeypatch.setattr(torch, "Stream", lambda device, **options: given.append(options))
-    CommStream(torch.device(kind))
+    CommStream.on(torch.device(kind))
     assert given == [expected]
 
 
@@ -140,4 +162,4 @@ def test_work_runs_under_the_callers_modes(mode: type) -> None:
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     with mode():
-        assert CommStream().start("work", modes).wait() == modes()
+        assert HostThread().start(Label("work"), modes).wait() == modes()

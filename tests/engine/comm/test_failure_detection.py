@@ -1,6 +1,7 @@
 """Failure detection: when a rank dies or stops, every other rank names it and none hangs."""
 
 import atexit
+import dataclasses
 import itertools
 import os
 import signal
@@ -20,10 +21,14 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm import deadline, failure_detection
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
+from xfuser_cocodiff.engine.comm.deadline import Deadline
 from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import link_survey
@@ -32,12 +37,6 @@ CULPRIT = 2
 ABSENT = 0
 """Used in place of a signal: the rank is alive and does not call the collective."""
 ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
-
-
-@pytest.fixture(autouse=True)
-def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start without the stage of a collective that failed in an earlier test of this process."""
-    monkeypatch.setattr(failure_detection, "_stages", {})
 
 
 def make_work(name: str) -> Callable[[], object]:
@@ -187,20 +186,21 @@ def miss_deadlines(rank: int, end: int) -> None:
     """Miss the deadline of a collective that completes after all; then lose a rank in another collective."""
     logged: list[str] = []
     failure_detection._logger.error = lambda text, *values: logged.append(text % values)
-    failure_detection.RESPONSE_SECONDS = 2.0
+    failure_detection.RESPONSE_SECONDS, failure_detection.REPORT_SECONDS = 2.0, 2.0
     failure_detection.start_heartbeat()
     dist.barrier()
     is_done = threading.Event()
-    failure_detection.set_deadline(is_done.is_set, [0, 1, CULPRIT], "node", 3.0)
-    failure_detection.set_deadline(lambda: True, [0, 1, CULPRIT], "completed", 0.1)
+    with Deadline([0, 1, CULPRIT], "node", 3.0) as slow, Deadline([0, 1, CULPRIT], "completed", 0.1) as completed:
+        slow.end, completed.end = mock.Mock(query=is_done.is_set), mock.Mock(query=lambda: True)
     while not logged:
         time.sleep(0.1)
     dist.barrier()
     is_done.set()
-    time.sleep(2)
+    time.sleep(3)
     dist.barrier()
     if rank != CULPRIT:
-        failure_detection.set_deadline(lambda: False, [0, 1, CULPRIT], "gpu", 3.0)
+        with Deadline([0, 1, CULPRIT], "gpu", 3.0) as never:
+            never.end = mock.Mock(query=lambda: False)
     elif end != ABSENT:
         os.kill(os.getpid(), end)
     time.sleep(8)
@@ -219,39 +219,54 @@ def test_ranks_respond_to_checks_after_a_false_alarm(end: int, expected: str) ->
         assert f"rank {CULPRIT} {expected}" in second
 
 
-def miss_the_deadline_of_an_all_to_all(rank: int) -> list[str]:
-    """Return what a rank logs if a device does not end an all-to-all in two stages, in which one rank takes no part."""
+class Stream:
+    """torch.Stream and the events of a device that ends no operation of the ranks but the culprit."""
 
-    class Event:
-        def __init__(self, *_: object) -> None:
-            """Ignore the device."""
+    def __init__(self, *_: object) -> None:
+        """Ignore the device."""
 
-        def record(self) -> None:
-            """Ignore the stream."""
+    def record_event(self) -> mock.Mock:
+        return mock.Mock(query=lambda: dist.get_rank() == CULPRIT)
 
-        def query(self) -> bool:
-            return rank == CULPRIT
+    def wait_event(self, event: mock.Mock) -> None:
+        """Ignore the event."""
 
+    def __enter__(self) -> None:
+        """Ignore the stream."""
+
+    __exit__ = __init__
+
+
+def miss_the_deadline_of_an_all_to_all(rank: int, works: bool) -> list[str]:
+    """Return what a rank logs if a device does not end an all-to-all in two stages, in which one rank takes no part.
+
+    The host only queues it, or it waits itself while it does.
+    """
     logged: list[str] = []
     failure_detection._logger.error = lambda text, *values: logged.append(text % values)
     failure_detection.RESPONSE_SECONDS = 2.0
     topology = Topology.parse("2x2", 4)
     plan = Plan.hierarchical(topology)
     mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=4))
-    devices.capabilities, torch.Event = lambda device_type: devices.Capabilities(), Event
-    mesh.all_to_all(torch.zeros(2, 2, 1), plan)
-    time.sleep(6)
+    devices.capabilities, torch.Stream = lambda device_type: devices.Capabilities(), Stream
+    torch.accelerator.current_stream = Stream
+    mesh = dataclasses.replace(mesh, comm_stream=CommStream.on(CPU, ranks=range(4), timeout=4.0))
+    mesh.comm_stream.run(lambda: mesh.all_to_all(torch.zeros(2, 2, 1), plan), Label("qkv", "block"))
+    if rank != CULPRIT and works:
+        mesh.comm_stream.run(lambda: time.sleep(6), Label("the link probe"))
+    time.sleep(0 if works and rank != CULPRIT else 6)
     return logged
 
 
-def test_every_rank_names_the_rank_that_is_absent_from_an_all_to_all() -> None:
+@pytest.mark.parametrize("works", [False, True])
+def test_every_rank_names_the_rank_that_is_absent_from_an_all_to_all(works: bool) -> None:
     """Whichever stage it waits in, on a device whose host does not wait: one deadline covers all stages and ranks."""
-    results = ranks.run(miss_the_deadline_of_an_all_to_all, 4)
+    results = ranks.run(miss_the_deadline_of_an_all_to_all, 4, works)
     assert results.pop(CULPRIT) == []
     for rank, logged in zip((0, 1, 3), results, strict=True):
         assert logged == [
-            f"cocodiff: rank {rank}: communication along 'hierarchical:gpu,node' among ranks [0, 1, 2, 3] has taken "
-            f"more than 2 s: rank {CULPRIT} is alive but did not call it"
+            f"cocodiff: rank {rank}: communication of qkv in block among ranks [0, 1, 2, 3] has taken more than 2 s: "
+            f"rank {CULPRIT} is alive but did not call it"
         ]
 
 
@@ -297,70 +312,30 @@ def test_a_rank_that_has_ended_normally_is_not_lost(end: str, is_called: bool, c
     assert isinstance(result, UnresponsiveRankError) and str(result).endswith(cause), result
 
 
-def check_repeatedly(rank: int) -> list[float]:
-    """Return how long checks of rank 0 wait for rank 1: two while it is lost, one when it is back, one when it is lost
-    again, and one long after that."""
-    if rank:
-        return []
-    clock, waited, store = [0.0], [], dist.distributed_c10d._get_default_store()
-    failure_detection.time = mock.Mock(
-        monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds)
-    )
-    lost, absent = "rank 1 is lost or unresponsive", "rank 1 is alive but did not call it"
-    later = 2 * failure_detection.RESPONSE_SECONDS
-    for pause, answered, cause in (
-        *((0, "0 ", lost), (0, "0 ", lost), (0, "99 ", absent), (0, "0 ", lost)),
-        (later, "0 ", lost),
-    ):
-        clock[0] += pause
-        store.set(failure_detection._key("response", 1), answered)
-        began = clock[0]
-        assert failure_detection._check_ranks([0, 1], 0, "v.node") == cause
-        waited.append(clock[0] - began)
-    return waited
-
-
-def test_a_check_waits_for_a_lost_rank_once() -> None:
-    """Collectives that were in flight behind the failed one fail too, each with a check."""
-    (first, second, back, again, much_later), _ = ranks.run(check_repeatedly, 2)
-    response = pytest.approx(failure_detection.RESPONSE_SECONDS, abs=0.1)
-    assert (first, again, much_later) == (response, response, response)
-    assert back < second < 2
-
-
-def recover(rank: int) -> tuple[str, list[str | None]]:
-    """Return the message of a check after one whose caller was lost, and the report of rank 0 after later successes in
-    another group and in the same group."""
+def survive_a_failure(rank: int) -> list[str]:
+    """Return what checks of rank 1 find: right after rank 0 has failed, and after it has withdrawn its report."""
     failure_detection.RESPONSE_SECONDS, failure_detection._HEARTBEAT_SECONDS = 1.0, 0.1
+    failure_detection.REPORT_SECONDS = 2.0
     failure_detection.start_heartbeat()
     dist.barrier()
-    world, other, message, reports = dist.group.WORLD, [0, 1], "", []
-
-    def communicate(group: object) -> None:
-        with failure_detection.report_failed_ranks(group, "node"):
-            dist.barrier()
-        time.sleep(4 * failure_detection._HEARTBEAT_SECONDS)
-        dist.barrier()
-        reports.append(
-            failure_detection._read(dist.distributed_c10d._get_default_store(), failure_detection._REPORT, 0)
-        )
-        dist.barrier()
-
     if rank == 0:
-        dist.distributed_c10d._get_default_store().add(failure_detection._CHECKS, 1)  # a check of a lost rank
-        with pytest.raises(UnresponsiveRankError) as raised, failure_detection.report_failed_ranks(world, "node"):
+        with pytest.raises(UnresponsiveRankError), failure_detection.report_failed_ranks([0, 1], "node"):
             raise RuntimeError("gloo: timed out")
-        message = str(raised.value)
+    causes = []
+    for pause in (0, 3):
+        dist.barrier()
+        time.sleep(pause)
+        if rank:
+            causes.append(failure_detection._check_ranks([0, 1], 1, "node"))
     dist.barrier()
-    communicate(other)
-    communicate(world)
-    return message, reports
+    return causes
 
 
-def test_report_is_withdrawn_after_a_success_in_the_same_group() -> None:
-    (message, reports), (_, seen_by_rank_1) = ranks.run(recover, 2)
-    assert "rank 1 is alive but did not call it" in message
-    assert reports == seen_by_rank_1 == ["node", ""]
+def test_a_rank_that_survives_a_failure_withdraws_its_report() -> None:
+    """Else it would never be named again."""
+    _, (at_once, later) = ranks.run(survive_a_failure, 2)
+    assert at_once.startswith("all of its ranks are alive and called it")
+    assert later == "rank 0 is alive but did not call it"
 
 
 def query_events(rank: int, libraries: tuple[str, ...]) -> list[str]:
@@ -379,9 +354,10 @@ def query_events(rank: int, libraries: tuple[str, ...]) -> list[str]:
 
     failure_detection.RESPONSE_SECONDS, failure_detection._HEARTBEAT_SECONDS = 0.5, 0.1
     initialized = mock.patch.object(torch.cuda, "is_initialized", lambda: True)
-    with mock.patch.object(failure_detection.ctypes, "CDLL", load), initialized:
+    with mock.patch.object(deadline.ctypes, "CDLL", load), initialized:
         failure_detection.start_heartbeat()
-        failure_detection.set_deadline(lambda: bool(calls.append("query")) or True, [0], "node", 0.1)
+        with Deadline([0], "node", 0.1) as missed:
+            missed.end = mock.Mock(query=lambda: bool(calls.append("query")) or True)
         time.sleep(1)
         return list(calls)
 

@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, MockDevice, Stream
+from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, Event, MockDevice, Stream
 from tests.mock_meshes import (
     GATHERED,
     SINGLE_STAGE,
@@ -28,8 +27,9 @@ from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec.codec import EXACT, Codec
-from xfuser_cocodiff.engine.comm import failure_detection, stages
+from xfuser_cocodiff.engine.comm import comm_stream, failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
+from xfuser_cocodiff.engine.comm.deadline import Deadline
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
@@ -37,6 +37,7 @@ from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 
 pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
@@ -111,7 +112,7 @@ def mixed_plans(rank: int) -> None:
     small, large = (torch.Size((1, 4, tokens, 16)) for tokens in (2, 8))
     policy = PlanPolicy(lambda nbytes: hierarchical if nbytes == large.numel() * 4 else flat)
     with MockDevice() as mock_device:
-        mesh = Mesh(TOPOLOGY, Stages(groups, device()), policy, CommStream(device()))
+        mesh = Mesh(TOPOLOGY, Stages(groups, device()), policy, CommStream.on(device()))
         handles = [
             start_seq_to_heads([torch.randn(size, device=device())], mesh, Label("v")) for size in (large, small)
         ]
@@ -179,7 +180,7 @@ def timing_streams(rank: int, plan: str) -> list[str]:
     """Return the streams that record the times of all-to-alls, with V first and two head groups."""
     seen = []
 
-    class Event:
+    class TimedEvent:
         device = device()
 
         def __init__(self, *_: object, **__: object) -> None:
@@ -188,7 +189,7 @@ def timing_streams(rank: int, plan: str) -> list[str]:
         def record(self) -> None:
             seen.append(mock_device.streams[-1].name)
 
-    with MockDevice() as mock_device, mock.patch.object(torch, "Event", Event):
+    with MockDevice() as mock_device, mock.patch.object(torch, "Event", TimedEvent):
         mesh = mesh_of(plan, False)
         mesh.traffic.timed = True
         run(mesh, 2, True, iter([None] * LAYERS))
@@ -200,43 +201,42 @@ def test_times_are_recorded_on_streams_without_computation(plan: str) -> None:
     """The caller's stream reaches the end of a collective only after its computation."""
     seen = ranks.run(timing_streams, 1, plan)[0]
     stages, all_to_alls = {"flat": 1, "hierarchical": 2}[plan], LAYERS * 5
-    assert len(seen) == 2 * stages * all_to_alls
+    assert len(seen) == 2 * 2 * stages * all_to_alls  # around the start and around the wait
     assert CALLER not in seen
 
 
-def count_deadlines(rank: int, staged: bool) -> tuple[int, int]:
-    """Return the number of all-to-alls with a deadline, which keeps none of their tensors alive, and how often the
-    timeout of a group was read."""
-    deadlines = []
+def deadlines(rank: int, staged: bool) -> list[tuple[str, bool]]:
+    """Return the deadlines of a run: the name of the operation, and whether it has the event behind it."""
+    found = []
 
-    class Event:
-        def __init__(self, *_: object) -> None:
-            """Ignore the device."""
+    class RecordedDeadline(Deadline):
+        def __exit__(self, *error: object) -> None:
+            assert (self.ranks, self.seconds) == (range(4), 580)
+            found.append((str(self.name), isinstance(self.end, Event)))
 
-        def record(self) -> None:
-            """Ignore the stream."""
-
-        def query(self) -> bool:
-            return False
-
-    recording = mock.patch.multiple(
-        failure_detection,
-        set_deadline=lambda *values: deadlines.append(values),
-        is_heartbeat_running=lambda: True,
-    )
-    timeout = mock.patch.object(stages, "timeout_of", return_value=timedelta(seconds=5))
-    with MockDevice(), recording, mock.patch.object(torch, "Event", Event), timeout as timeout_of:
-        run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
-    for is_done, _, plan, seconds in deadlines:
-        assert isinstance(is_done.__self__, Event)
-        assert (str(plan), seconds) == ("hierarchical:gpu,node", 5)
-    return len(deadlines), timeout_of.call_count
+    recording = mock.patch.object(comm_stream, "Deadline", RecordedDeadline)
+    heartbeat = mock.patch.object(failure_detection, "is_heartbeat_running", lambda: True)
+    with MockDevice(), recording, heartbeat, mock.patch.object(Event, "query", lambda self: True, create=True):
+        mesh = mesh_of("hierarchical", staged, comm_stream=CommStream.on(device(), staged, range(4), 600.0))
+        run(mesh, 2, True, iter([None] * LAYERS))
+    return found
 
 
-def test_all_to_alls_that_the_host_does_not_wait_for_have_a_deadline() -> None:
+def test_operations_that_the_host_does_not_wait_for_have_one_deadline_each() -> None:
     """Without one the backend ends the process and does not name the unresponsive rank."""
-    assert ranks.run(count_deadlines, 1, False) == [(LAYERS * 5, len(TOPOLOGY.axes))]
-    assert ranks.run(count_deadlines, 1, True) == [(0, 0)]  # the comm stream's thread waits, and names it
+    of_layer = [(f"communication of {tensors}", True) for tensors in ("v", "qk", "qkv", "o", "o")]
+    assert ranks.run(deadlines, 1, False) == [of_layer * LAYERS]
+    assert ranks.run(deadlines, 1, True) == [[]]  # the comm stream's thread waits, and names it
+
+
+def captured_deadlines(rank: int) -> list:
+    with mock.patch.object(devices, "is_captured", lambda device: True):
+        return deadlines(rank, False)
+
+
+def test_captured_operations_have_no_deadline() -> None:
+    """The events of a captured graph have no state, and a query would invalidate the capture."""
+    assert ranks.run(captured_deadlines, 1) == [[]]
 
 
 def break_order(name: str) -> None:
@@ -269,7 +269,7 @@ def run_broken(rank: int, broken: str, staged: bool) -> str:
     ("broken", "staged", "message"),
     [
         ("the comm stream's wait", False, "a collective on network .* written by the caller's stream"),
-        ("the caller's wait", False, "on the caller's stream: .* written by stream 1, which may not have finished"),
+        ("the caller's wait", False, "of the caller's stream was freed, and network 1 may still use it"),
         ("record_stream", True, "of stream 1 was freed, and the caller's stream may still use it"),
         ("synchronize", True, "a collective on the host: pinned memory, written by stream 1"),
         ("wait_tensor", False, "of stream 1 was freed, and network 1 may still use it"),

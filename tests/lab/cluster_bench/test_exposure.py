@@ -10,7 +10,8 @@ import pytest
 
 from tests.lab.cluster_bench.programs import one_block
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
@@ -113,14 +114,15 @@ def test_nothing_is_exposed_on_links_that_take_no_time() -> None:
 
 
 def test_stages_of_the_plugin_send_the_tensors_of_their_label() -> None:
-    clock, span = Clock(Accelerator("round", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 0.0)), Traffic.span
+    clock, start = Clock(Accelerator("round", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 0.0)), CommStream.start
+
+    def work() -> list[str]:
+        return [clock.start_collective(range(2), (1, 1), (1, 1)).tensors for _ in range(2)]
+
     with name_by_label(clock):
-        Traffic().span(Label("qk", "layer"), CPU)
-        seen = [clock.start_collective(range(2), (1, 1), (1, 1)) for _ in range(2)]
-        Traffic().span(Label("o", "layer"), CPU)
-        seen.append(clock.start_collective(range(2), (1, 1), (1, 1)))
-    assert [each.tensors for each in seen] == ["qk", "qk", "o"]
-    assert Traffic.span is span
+        for tensors in ("qk", "o"):
+            assert CommStream.on(CPU).start(Label(tensors, "layer"), work).wait() == [tensors] * 2
+    assert CommStream.start is start
 
 
 @pytest.mark.parametrize(

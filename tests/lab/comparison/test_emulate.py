@@ -117,8 +117,7 @@ SCRIPT = """
     topology = None
     if "--use_cocodiff" in sys.argv:
         topology = next(word.partition("=")[2] for word in sys.argv if word.startswith("--cocodiff_topology="))
-    none = {"in_flight_seconds": 0, "hidden_seconds": 0}
-    step = {"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 30}, **none}
+    step = {"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 30}}
     run = {"total_steps": 1, "steps": [step], "peak_memory_bytes": 5, "latents_sha256": "same"}
     device = ",".join([str(cluster.rate("node")), os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]])
     engine = {"rank": rank, "degree": cluster.size, "topology": topology, "device": device}

@@ -72,7 +72,7 @@ def test_communication_is_timed_in_few_steps(
     active_recorder: recorder.Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other steps run as without a recorder, which times their communication neither on a stream nor in a thread."""
+    """Other steps run as without a recorder, which times their communication."""
     session, seen = Session(), []
     monkeypatch.setattr(recorder, "active", lambda: session)
     active_recorder.begin_run(total)
@@ -84,7 +84,6 @@ def test_communication_is_timed_in_few_steps(
     steps = active_recorder.runs[0]["steps"]
     assert [number for number, each in enumerate(seen) if each] == timed
     assert [step["is_timed"] for step in steps] == seen
-    assert all((step["hidden_seconds"] is None) == (not step["is_timed"]) for step in steps)
     assert all(step["sent_bytes"] == {"flat": 10} and step["seconds"] > 0 for step in steps)
 
 

@@ -18,18 +18,9 @@ from xfuser_cocodiff.lab.reporting import host
 
 
 def step(seconds: float, **axes: float) -> dict:
-    """Return a step as the recorder writes it: seconds by axis, and 1 kB sent per millisecond.
-
-    Communication is in flight 1.5 times as long as its collectives take, and a third of that is hidden.
-    """
-    total = sum(axes.values())
-    return {
-        "seconds": seconds,
-        "a2a_seconds": axes,
-        "sent_bytes": {axis: s * 1e6 for axis, s in axes.items()},
-        "in_flight_seconds": 1.5 * total,
-        "hidden_seconds": 0.5 * total,
-    }
+    """Return a step as the recorder writes it: seconds by axis, and 1 kB sent per millisecond."""
+    sent = {axis: s * 1e6 for axis, s in axes.items()}
+    return {"seconds": seconds, "a2a_seconds": axes, "sent_bytes": sent}
 
 
 def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
@@ -96,17 +87,15 @@ def test_communication_is_a_mean_over_ranks_by_axis() -> None:
 
 def test_steps_with_timed_communication_do_not_count_for_step_time() -> None:
     def untimed(seconds: float) -> dict:
-        return {**step(seconds), "is_timed": False, "in_flight_seconds": None, "hidden_seconds": None}
+        return {**step(seconds), "is_timed": False}
 
     timed = {**step(0.9, gpu=0.3), "is_timed": True}
     steps = [untimed(5.0), untimed(0.4), untimed(0.6), timed, untimed(0.5)]
     repeats = [[run(*steps)], [run(*steps)]]
     assert record.step_seconds(repeats[0]) == 0.5
     assert record.a2a_seconds(repeats) == {"gpu": 0.3}
-    assert record.seconds(repeats, "in_flight_seconds") == pytest.approx(0.45)
     assert record.sent_bytes(repeats) == {"gpu": 60_000}
     assert record.step_seconds([run(untimed(5.0), timed)]) == 0.9, "no other step is left"
-    assert record.seconds([[run(untimed(5.0))]], "hidden_seconds") is None
 
 
 def test_peak_memory_is_that_of_the_rank_with_most(tmp_path: Path) -> None:
@@ -137,8 +126,8 @@ def test_record_has_the_documented_keys(tmp_path: Path) -> None:
     assert exact["step_seconds"] == [0.1, 0.1]
     assert exact["ratio_to_stock"] == 1
     assert (exact["slow_axes"], exact["exchange"]) == (["gpu"], {"gpu": "kv"})
-    assert exact["a2a_seconds"] == pytest.approx(0.06)
-    assert exact["hidden_seconds"] == pytest.approx(0.02)
+    assert exact["a2a_seconds"] == pytest.approx(0.04)
+    assert exact["hidden_seconds"] is None
     assert exact["bytes"] == {"flat": 46667}
     assert exact["latents"] | {"differs_at": []} == exact["latents"]
     assert exact["latents"]["bit_equal"]
@@ -147,30 +136,26 @@ def test_record_has_the_documented_keys(tmp_path: Path) -> None:
     assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/picture1.png"}
 
 
-def test_chart_and_table_show_the_same_exposed_communication(tmp_path: Path) -> None:
+def test_chart_and_table_show_the_same_communication(tmp_path: Path) -> None:
     """They agree although the first step differs from the others, and ranks and repeats differ from each other."""
-    first = {**step(0.3, node=0.08, gpu=0.02), "in_flight_seconds": 0.2, "hidden_seconds": 0.18}
-    steps = [
-        {**step(0.2, node=0.05 + n / 100, gpu=0.01), "in_flight_seconds": 0.06 + n / 90, "hidden_seconds": n / 100}
-        for n in range(4)
-    ]
+    first = step(0.3, node=0.08, gpu=0.02)
+    steps = [step(0.2, node=0.05 + n / 100, gpu=0.01) for n in range(4)]
     runs = [run(first, *steps), run(first, *steps[1:], steps[0]), run(first, *steps[:3])]
     variant = record_variant(tmp_path / "exact", runs[:2], runs[1::-1], repeats=2)
     metrics = {"name": "exact", **compute_metrics(variant, variant, tmp_path)}
     axes = Figure().subplots()
     charts._draw_bar(axes, 0, metrics)
-    node, gpu, rest = (bar.get_width() / 1000 for bar in axes.patches)
-    assert 0 < metrics["hidden_seconds"] < metrics["a2a_seconds"]
-    assert sum(metrics["a2a_seconds_by_axis"].values()) == pytest.approx(metrics["a2a_seconds"])
-    assert node + gpu == pytest.approx(metrics["a2a_seconds"] - metrics["hidden_seconds"])
-    assert node + gpu + rest == pytest.approx(metrics["step_seconds_spread"]["median"])
+    gpu, node, rest = (bar.get_width() / 1000 for bar in axes.patches)
+    assert (gpu, node) == (pytest.approx(0.01), pytest.approx(0.065))
+    assert gpu + node == pytest.approx(metrics["a2a_seconds"]) == sum(metrics["a2a_seconds_by_axis"].values())
+    assert gpu + node + rest == pytest.approx(metrics["step_seconds_spread"]["median"])
 
 
-def test_hidden_communication_is_null_on_an_accelerator(tmp_path: Path) -> None:
-    unmeasured = [[run({**step(0.1, flat=0.04), "in_flight_seconds": None, "hidden_seconds": None})]] * 2
-    variant = record_variant(tmp_path / "exact", *unmeasured)
-    metrics = compute_metrics(variant, variant, tmp_path)
-    assert (metrics["a2a_seconds"], metrics["hidden_seconds"]) == (pytest.approx(0.04), None)
+def test_communication_beside_computation_does_not_lengthen_the_bar() -> None:
+    axes = Figure().subplots()
+    spread = dict.fromkeys(("median", "min", "max"), 0.2)
+    charts._draw_bar(axes, 0, {"step_seconds_spread": spread, "a2a_seconds_by_axis": {"gpu": 0.15, "node": 0.1}})
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([150, 50, 0])
 
 
 def test_one_different_digest_is_not_bit_identical(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
 from xfuser_cocodiff.lab.comparison import trace
 
 HOST, DEVICE, THREAD = 4711, 0, 1
@@ -67,13 +65,3 @@ def test_overlap_equals_a_count_of_microseconds(monkeypatch: pytest.MonkeyPatch,
             expected[tensors] += its
     assert trace.files(tmp_path) == files
     assert trace.overlaps(files) == pytest.approx({tensors: sum(its) / len(its) for tensors, its in expected.items()})
-
-
-def test_accelerator_has_profiler_ranges_and_no_host_times() -> None:
-    traffic = Traffic(timed=True)
-    with torch.profiler.profile() as profiler:
-        span = traffic.span(Label("v"), torch.device("cuda"))
-        with span.record_transfer(), span.record_wait():
-            pass
-    assert {"cocodiff.v.exchange", "cocodiff.v.wait"} <= {one.name for one in profiler.events()}
-    assert (span.is_timed, traffic.spans) == (False, [])

@@ -1,8 +1,9 @@
-"""Overlap in xDiT's FLUX.1 on real ranks: the order of events, spans, and statuses of layers."""
+"""Overlap in xDiT's FLUX.1 on real ranks: the order of events, profiler ranges, and statuses of layers."""
 
 import contextlib
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -102,33 +103,24 @@ def test_nothing_is_sent_early_without_v_first() -> None:
         assert events and not any("sends" in event for event in events)
 
 
-def take_spans(rank: int) -> list[tuple[str, str, bool]]:
-    """Return the spans of a step with V-First and two head groups; check that some communication is hidden."""
+def profiler_ranges(rank: int) -> Counter[str]:
+    """Return the ranges of a profiled step with V-First and two head groups."""
     group, _, step = start(rank, depth=3)
-    traffic = use(group, True, 2).traffic
-    traffic.timed = True
-    for _ in range(6):
-        traffic.reset()
+    use(group, True, 2)
+    for _ in range(5):
         step()
-    seconds, hidden = map(sum, zip(*traffic.hidden_by_layer().values(), strict=True))
-    assert 0 < hidden < seconds <= sum(span.end - span.begin for span in traffic.spans)
-    assert hidden == pytest.approx(traffic.hidden_seconds)
-    spans, traffic.timed = list(traffic.spans), False  # the profiler sees ranges also without timing
-    with torch.profiler.profile(
-        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    ) as trace:
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=every_thread) as trace:
         step()
-    names = {event.name for event in trace.events()}
-    assert {"cocodiff.v.exchange", "cocodiff.qk.exchange", "cocodiff.o.exchange", "cocodiff.v.wait"} <= names
-    assert len(traffic.spans) == len(spans)
     dist.barrier()
-    return [(span.label.layer, span.label.tensors) for span in spans]
+    return Counter(event.name for event in trace.events() if event.name.startswith("cocodiff."))
 
 
-def test_every_all_to_all_has_a_span_and_a_profiler_range() -> None:
-    for spans in ranks.run(take_spans, 2):
-        layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
-        assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qkv", "o", "o")]
+def test_every_all_to_all_has_profiler_ranges() -> None:
+    for counts in ranks.run(profiler_ranges, 2):
+        for tensors, in_layer in {"v": 1, "qk": 1, "qkv": 1, "o": 2}.items():
+            for part in ("exchange", "wait"):
+                assert counts[f"cocodiff.{tensors}.{part}"] == 3 * in_layer, (tensors, part)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

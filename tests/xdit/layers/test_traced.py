@@ -7,6 +7,7 @@ from torch import nn
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session.session import Session
@@ -90,7 +91,7 @@ def test_calls_of_a_compiled_transformer_are_counted(how: str) -> None:
 
 def test_close_drains_all_to_alls_after_an_error() -> None:
     session, ended, ulysses = Session(), [], UlyssesAttention(None)
-    ulysses._inputs.append(Handle("the all-to-all", lambda: ended.append(True)))
+    ulysses._inputs.append(Handle(Label("qkv"), lambda: ended.append(True)))
     session.begin_traced_call(TracedCall(OverlapSchedule(), layer=None, ulysses=ulysses))
     session.close()
     assert ended == [True] and session.traced_call is None

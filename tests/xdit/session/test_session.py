@@ -10,6 +10,7 @@ import torch
 from tests import ranks
 from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.launching import bare_runtime
@@ -88,7 +89,7 @@ def end_session(rank: int, loses_rank: bool) -> int:
     """Return the number of the comm stream's threads that are left after a session has ended."""
     group, *_ = start(rank, depth=1)
     session = use_config(group, config_of("exact"))
-    session.mesh.comm_stream.start("nothing", lambda: None).wait()
+    session.mesh.comm_stream.start(Label("qkv"), lambda: None).wait()
     [thread] = comm_threads()
     if loses_rank:
         session.abandon_traced_call = mock.Mock(side_effect=UnresponsiveRankError)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.autotune.timing import time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.rank_results import gather_results
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.planner import stage_cost
@@ -134,8 +135,12 @@ class Probe:
             calls: number of calls in a row.
             rounds: given if a similar function has just been timed.
         """
+        options = {"group": self.group, "device": self.device, "is_warm": rounds is not None}
+        seconds = self.mesh.comm_stream.run(
+            lambda: time_calls(work, calls, rounds or ROUNDS, **options), Label("the link probe")
+        )
         # The fastest round: the others were slowed down by other processes on the machine.
-        return min(time_calls(work, calls, rounds or ROUNDS, self.group, self.device, is_warm=rounds is not None))
+        return min(seconds)
 
 
 def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:

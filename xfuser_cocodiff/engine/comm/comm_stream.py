@@ -1,12 +1,16 @@
 """Comm streams: ordered, asynchronous execution of communication, with a handle for each operation.
 
-All ranks start the same operations in the same order, and a comm stream executes them in that order. So no two ranks
-are ever in different collectives, and an operation of several stages proceeds without its caller.
+All ranks start the same operations in the same order, and a comm stream queues their collectives in that order. So no
+two ranks are ever in different collectives, and an operation of several stages proceeds without its caller. There is
+one kind for each place where messages are:
 
-On a CPU, communication takes host time, and a thread executes it. On an accelerator the host only queues it, on a
-stream of its own: that stream waits for what the caller's stream holds when the operation starts, and the caller's
-stream waits for its result, so the host is never blocked. Messages staged through host memory do block the host, so a
-thread queues those.
+- :class:`HostThread`, on a CPU: communication takes host time, and a thread executes it. Collectives are in order if
+  they start in order, so a single one starts in the caller's thread while the comm stream's is idle.
+- :class:`DeviceStream`, on an accelerator: the host only queues communication, on a stream of its own. That stream
+  waits for what the caller's stream holds when the operation starts, and the caller's stream waits for its result, so
+  the host is never blocked.
+- :class:`StagedThread`, on an accelerator whose messages go through host memory: these do block the host, so a thread
+  queues operations on such a stream.
 
 Memory that an operation allocates belongs to the comm stream and is used on the caller's stream. After it is freed, the
 next operation may reuse it: that operation is queued behind everything the caller has queued by then, and so behind
@@ -18,20 +22,27 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm.deadline import Deadline
+from xfuser_cocodiff.engine.comm.traffic import Label, is_profiling, profiler_range
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 
 T = TypeVar("T")
+Await = Callable[[], Any]
+"""Waits for an operation and returns its result, or raises its error."""
 HIGH_PRIORITY = -1
 """Priority of a comm stream, on devices with priorities: other ranks wait for its messages, so they should not queue
 behind this rank's computation."""
+_ANY = Label("any")
 
 
 class Handle(Generic[T]):
@@ -42,23 +53,19 @@ class Handle(Generic[T]):
     """
 
     def __init__(
-        self,
-        name: str,
-        await_result: Callable[[], Any],
-        finish: Callable[[Any], T] | None = None,
-        wait_context: Callable[[], AbstractContextManager] = nullcontext,
+        self, label: Label, await_result: Await, finish: Callable[[Any], T] | None = None, inputs: object = None
     ) -> None:
         """Create a handle.
 
         Args:
-            name: name of the operation, for messages.
+            label: tensors and layer, for messages.
             await_result: waits for the operation and returns its result.
             finish: converts the result, in the caller's thread.
-            wait_context: context manager around the wait.
+            inputs: what the operation reads, to be kept alive.
         """
-        self.name = name
-        self._await_result: Callable[[], Any] | None = await_result
-        self._finish, self._wait_context = finish, wait_context
+        self.label = label
+        self._await_result: Await | None = await_result
+        self._finish, self._inputs = finish, inputs
         # The exception that the caller is handling when the operation starts, for example in a retry.
         self._handled_error = None if torch.compiler.is_compiling() else sys.exc_info()[1]
 
@@ -69,10 +76,11 @@ class Handle(Generic[T]):
             RuntimeError: the handle was waited for before.
         """
         if self._await_result is None:
-            raise RuntimeError(f"{self.name} was waited for twice")
+            raise RuntimeError(f"{self.label} was waited for twice")
         await_result, self._await_result, self._handled_error = self._await_result, None, None
-        with self._wait_context():
+        with profiler_range("cocodiff", self.label.tensors, "wait"):
             result = await_result()
+        self._inputs = None
         return self._finish(result) if self._finish else result
 
     def drain(self) -> None:
@@ -88,71 +96,101 @@ class Handle(Generic[T]):
 
     def __del__(self) -> None:
         if self._await_result is not None:
-            warnings.warn(f"{self.name} was dropped without being waited for", ResourceWarning, stacklevel=2)
+            warnings.warn(f"{self.label} was dropped without being waited for", ResourceWarning, stacklevel=2)
 
 
-class CommStream:
+class CommStream(ABC):
     """Executes operations in the order in which they are started.
 
     Args:
         device: device of the operations' tensors.
-        staged: whether messages go through host memory, so that operations block the host.
     """
 
-    def __init__(self, device: torch.device = CPU, staged: bool = False) -> None:
-        self.device, self.staged = device, staged
-        self._stream = _new_stream(device)
-        self._executor: ThreadPoolExecutor | None = None
-        self._last_future: Callable[[], Future | None] = lambda: None
-        """Weak reference to the future of the last operation, which the thread or a waiting caller keeps alive."""
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+
+    @staticmethod
+    def on(
+        device: torch.device, is_staged: bool = False, ranks: Sequence[int] = (), timeout: float = 0.0
+    ) -> "CommStream":
+        """Return a comm stream for operations on a device.
+
+        Args:
+            device: device of the operations' tensors.
+            is_staged: whether messages go through host memory, so that operations block the host.
+            ranks: the ranks that take part in operations, to be checked if one takes too long.
+            timeout: seconds after which the backend fails a collective.
+        """
+        if not devices.capabilities(device.type).is_asynchronous:
+            return HostThread(device)
+        return StagedThread(device) if is_staged else DeviceStream(device, ranks, timeout)
 
     def start(
         self,
-        name: str,
+        label: Label,
         work: Callable[[], Any],
         finish: Callable[[Any], T] | None = None,
-        wait_context: Callable[[], AbstractContextManager] = nullcontext,
         is_blocking: bool = False,
     ) -> Handle[T]:
         """Start an operation asynchronously, under the caller's inference and gradient modes.
 
         Args:
-            name: name of the operation, for messages.
+            label: tensors and layer.
             work: the operation.
             finish: converts the result, in the caller's thread, after the wait.
-            wait_context: context manager around the wait.
-            is_blocking: whether the caller waits for it right away and computes nothing meanwhile. A thread would only
-                add latency then: without a stream, the operation runs in the caller's thread, during the wait.
+            is_blocking: whether the caller waits for it right away and computes nothing meanwhile.
         """
-        if is_blocking and self._stream is None:
-            return Handle(name, lambda: self.run(work), finish, wait_context)
-        queue = self._on_stream(work)
-        if self._stream is not None and not self.staged:
-            queued = queue()
-            return Handle(name, lambda: self._synchronized(*queued, work), finish, wait_context)
+        return Handle(label, self._execute(label, _in_range(work, label), is_blocking), finish, work)
+
+    def start_collective(
+        self,
+        label: Label,
+        begin: Callable[[], Await],
+        finish: Callable[[Any], T] | None = None,
+        is_blocking: bool = False,
+    ) -> Handle[T]:
+        """Start an operation that is a single collective; see :meth:`start`.
+
+        Args:
+            label: tensors and layer.
+            begin: starts the collective and returns a function that waits for its result.
+            finish: converts the result, in the caller's thread, after the wait.
+            is_blocking: whether the caller waits for it right away and computes nothing meanwhile.
+        """
+        return self.start(label, lambda: begin()(), finish, is_blocking)
+
+    def run(self, work: Callable[[], T], label: Label = _ANY) -> T:
+        """Run an operation after all earlier ones, and return its result."""
+        handle: Handle[T] = Handle(label, self._execute(label, work, is_blocking=True), inputs=work)
+        return handle.wait()
+
+    @abstractmethod
+    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
+        """Start an operation and return the function that waits for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the comm stream holds; it can be used again."""
+
+
+class CommThread(CommStream):
+    """Comm stream with a thread."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self._executor: ThreadPoolExecutor | None = None
+
+    def _submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Let the thread run an operation, under the caller's modes."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "cocodiff")
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-        def run() -> tuple[Any, torch.Event | None]:
+        def run() -> T:
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
-                return queue()
+                return work()
 
-        future = self._executor.submit(run)
-        self._last_future = weakref.ref(future)
-
-        def await_result() -> Any:
-            result, end = future.result()
-            return self._synchronized(result, end, work)
-
-        return Handle(name, await_result, finish, wait_context)
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run an operation after all earlier ones have completed or are queued, and return its result."""
-        last = self._last_future()
-        if last is None or last.done():
-            return work()  # in the caller's thread: the comm stream's own would only add latency
-        return self.start("", work).wait()
+        return self._executor.submit(run)
 
     def close(self) -> None:
         """Let the thread end after its queued operations, without waiting; a later one starts another."""
@@ -160,42 +198,125 @@ class CommStream:
             self._executor.shutdown(wait=False)  # a lost rank may keep it from ending
             self._executor = None
 
-    def _on_stream(self, work: Callable[[], Any]) -> Callable[[], tuple[Any, torch.Event | None]]:
-        """Return a function that queues an operation on the stream, behind what the caller has queued by now.
 
-        It returns the result and the event that marks the end of the operation.
-        """
-        stream = self._stream
-        if stream is None:
-            return lambda: (work(), None)
+class HostThread(CommThread):
+    """Comm stream on a CPU: a thread, which what the caller waits for at once does not need while it is idle."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self._last_future: Callable[[], Future | None] = lambda: None
+        """Weak reference to the future of the last operation, which the thread or a waiting caller keeps alive."""
+
+    def start_collective(
+        self,
+        label: Label,
+        begin: Callable[[], Await],
+        finish: Callable[[Any], T] | None = None,
+        is_blocking: bool = False,
+    ) -> Handle[T]:
+        """Start an operation that is a single collective, in the caller's thread if the comm stream's is idle."""
+        if not self._is_idle():
+            return super().start_collective(label, begin, finish, is_blocking)
+        with profiler_range("cocodiff", label.tensors, "exchange"):
+            wait = begin()
+        return Handle(label, wait, finish, begin)
+
+    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
+        if is_blocking:  # it begins when its caller waits
+            return lambda: work() if self._is_idle() else self._queue(work).result()
+        return self._queue(work).result
+
+    def _queue(self, work: Callable[[], T]) -> "Future[T]":
+        future = self._submit(work)
+        self._last_future = weakref.ref(future)
+        return future
+
+    def _is_idle(self) -> bool:
+        """Return whether all earlier operations of the thread are over."""
+        last = self._last_future()
+        return last is None or last.done()
+
+
+class StagedThread(CommThread):
+    """Comm stream on an accelerator whose messages block the host: a thread that queues operations on a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = _new_stream(device)
+
+    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
         ready = torch.accelerator.current_stream(self.device).record_event()
+        future = self._submit(lambda: _run_on(self._stream, ready, work))
 
-        def queue() -> tuple[Any, torch.Event]:
-            with stream:
-                stream.wait_event(ready)
-                return work(), stream.record_event()
-
-        return queue
-
-    def _synchronized(self, result: Any, end: torch.Event | None, work: Callable) -> Any:
-        """Make the caller's stream wait for an operation and return its result.
-
-        `work` is a parameter to keep its inputs alive until here.
-        """
-        if end is not None:
+        def await_result() -> Any:
+            result, end = future.result()
             caller = torch.accelerator.current_stream(self.device)
             caller.wait_event(end)
-            if self.staged:
-                for tensor in _accelerator_tensors(result):
-                    tensor.record_stream(caller)
-        return result
+            for tensor in _accelerator_tensors(result):
+                tensor.record_stream(caller)
+            return result
+
+        return await_result
 
 
-def _new_stream(device: torch.device) -> torch.Stream | None:
-    capabilities = devices.capabilities(device.type)
-    if not capabilities.is_asynchronous:
-        return None
-    return torch.Stream(device, priority=HIGH_PRIORITY) if capabilities.has_stream_priorities else torch.Stream(device)
+class DeviceStream(CommStream):
+    """Comm stream on an accelerator: a stream, on which the caller's thread queues operations.
+
+    Args:
+        device: the accelerator.
+        ranks: the ranks that take part in operations, to be checked if one is overdue.
+        timeout: seconds after which the backend fails a collective.
+    """
+
+    def __init__(self, device: torch.device, ranks: Sequence[int] = (), timeout: float = 0.0) -> None:
+        super().__init__(device)
+        self._ranks, self._timeout = ranks, timeout
+        self._stream = _new_stream(device)
+
+    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
+        ready = torch.accelerator.current_stream(self.device).record_event()
+        with self._deadline(label) as deadline:
+            result, end = _run_on(self._stream, ready, work)
+            if deadline:
+                deadline.end = end
+
+        def await_result() -> Any:
+            torch.accelerator.current_stream(self.device).wait_event(end)
+            return result
+
+        return await_result
+
+    def close(self) -> None:
+        """Do nothing: a stream needs no end."""
+
+    def _deadline(self, label: Label) -> AbstractContextManager[Deadline | None]:
+        """Return the deadline of an operation; none in the capture of a graph, whose events have no state."""
+        is_watched = self._ranks and failure_detection.is_heartbeat_running() and not devices.is_captured(self.device)
+        return Deadline(self._ranks, label, self._timeout) if is_watched else nullcontext()
+
+
+def _new_stream(device: torch.device) -> torch.Stream:
+    has_priorities = devices.capabilities(device.type).has_stream_priorities
+    return torch.Stream(device, priority=HIGH_PRIORITY) if has_priorities else torch.Stream(device)
+
+
+def _run_on(stream: torch.Stream, ready: torch.Event, work: Callable[[], T]) -> tuple[T, torch.Event]:
+    """Queue an operation on a stream, behind an event; return its result and the event behind it."""
+    with stream:
+        stream.wait_event(ready)
+        return work(), stream.record_event()
+
+
+def _in_range(work: Callable[[], T], label: Label) -> Callable[[], T]:
+    """Return an operation that has a range in profiler traces while there is a profiler."""
+    if not is_profiling():
+        return work
+
+    def run() -> T:
+        with profiler_range("cocodiff", label.tensors, "exchange"):
+            return work()
+
+    return run
 
 
 def _accelerator_tensors(value: Any) -> Iterator[torch.Tensor]:

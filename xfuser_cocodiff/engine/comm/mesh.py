@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
-from xfuser_cocodiff.engine.comm.groups import subgroup
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle, HostThread
+from xfuser_cocodiff.engine.comm.groups import subgroup, timeout_of
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
-from xfuser_cocodiff.engine.comm.traffic import Label, Span, Traffic
+from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage, candidates
@@ -34,10 +34,8 @@ class Mesh:
     """Process groups of the stages, and their execution."""
     policy: PlanPolicy
     """Plans by message size."""
-    comm_stream: CommStream = field(default_factory=CommStream, compare=False)
+    comm_stream: CommStream = field(default_factory=HostThread, compare=False)
     """Stream or thread of operations that run beside the caller."""
-    is_part: bool = False
-    """Whether the mesh is a part of another one, with which it shares the comm stream."""
 
     @classmethod
     def over(
@@ -73,8 +71,9 @@ class Mesh:
             members = tuple(ranks[i] for i in topology.group_of(rank, *stage))
             groups[stage] = subgroup(group, members, timeout)
         staged = devices.capabilities(device.type).is_asynchronous and dist.get_backend(group) == dist.Backend.GLOO
-        stages = Stages(groups, device, staged, timeout, ranks=ranks)
-        return cls(topology, stages, PlanPolicy(lambda message_bytes: plans[0]), CommStream(device, staged))
+        first = timeout or min(timeout_of(each, device) for each in groups.values())
+        comm_stream = CommStream.on(device, staged, ranks, first.total_seconds())
+        return cls(topology, Stages(groups, device, staged, timeout), PlanPolicy(lambda _: plans[0]), comm_stream)
 
     @functools.cached_property
     def hierarchical_plan(self) -> Plan:
@@ -98,7 +97,13 @@ class Mesh:
             name: name of this mesh's axes in the statistics.
         """
         stages = replace(self.stages, traffic=whole.traffic, flat_name=name)
-        return replace(self, stages=stages, comm_stream=whole.comm_stream, is_part=True)
+        return replace(self, stages=stages, comm_stream=whole.comm_stream)
+
+    def start(
+        self, label: Label, work: Callable[[], Any], finish: Callable[[Any], Any], is_blocking: bool = False
+    ) -> Handle[Any]:
+        """Start an operation on the comm stream; see :meth:`CommStream.start`."""
+        return self.comm_stream.start(label, work, finish, is_blocking)
 
     def start_all_to_all(
         self,
@@ -117,60 +122,10 @@ class Mesh:
             finish: converts the result after the wait.
             is_blocking: whether the caller waits right away.
         """
-        is_multi_stage = len(plan.stages) > 1
-        if is_multi_stage or self.stages.staged or self._times_on_stream(message) or self._keeps_order(message):
+        if len(plan.stages) > 1:
             return self.start(label, lambda: self.all_to_all(message, plan), finish, is_blocking)
-        span = self.traffic.span(label, message.device)
-        # A single stage needs no thread or stream to start the next one.
-        if span.is_timed:  # the comm stream's thread records when it ends
-            wait = self.stages.start(message, plan, 0)
-            return self.start(label, wait, finish, is_blocking, span)
-        with span.record_transfer():
-            wait = self.stages.start(message, plan, 0)
-        return Handle(str(label), wait, finish, span.record_wait)
-
-    def _keeps_order(self, message: torch.Tensor) -> bool:
-        """Return whether a single stage waits for earlier operations.
-
-        On a part of a mesh, it could start between two collectives of an operation on the comm stream, and on other
-        ranks before or after them. On an accelerator, collectives of different groups run at the same time. With
-        several axes, a message in one stage would take links from an earlier one in several stages, which the caller
-        needs first.
-        """
-        return self.is_part or (self._has_several_axes and devices.capabilities(message.device.type).is_asynchronous)
-
-    @functools.cached_property
-    def _has_several_axes(self) -> bool:
-        return sum(axis.size > 1 for axis in self.topology.axes) > 1
-
-    def start(
-        self,
-        label: Label,
-        work: Callable[[], Any],
-        finish: Callable[[Any], Any],
-        is_blocking: bool = False,
-        span: Span | None = None,
-    ) -> Handle[Any]:
-        """Start an operation on the comm stream.
-
-        Args:
-            label: tensors and layer.
-            work: the operation.
-            finish: converts its result after the wait.
-            is_blocking: whether the caller waits right away.
-            span: span of the operation, if it has begun already.
-        """
-        span = span or self.traffic.span(label, self.comm_stream.device)
-
-        def timed() -> Any:
-            with span.record_transfer():
-                return work()
-
-        return self.comm_stream.start(str(label), timed, finish, span.record_wait, is_blocking)
-
-    def _times_on_stream(self, message: torch.Tensor) -> bool:
-        """Return whether the comm stream records the end: the caller's stream may be busy with computation then."""
-        return self.traffic.timed and devices.capabilities(message.device.type).is_asynchronous
+        begin = functools.partial(self.stages.start, message, plan, 0)
+        return self.comm_stream.start_collective(label, begin, finish, is_blocking)
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Run an all-to-all: the block for rank j arrives there as the block from this rank.
@@ -183,22 +138,9 @@ class Mesh:
         Returns:
             The same shape, indexed by source; a view in the memory order of the last stage.
         """
-        return self.begin_all_to_all(buffer, plan)()
-
-    def begin_all_to_all(self, buffer: torch.Tensor, plan: Plan) -> Callable[[], torch.Tensor]:
-        """Start the first stage of :meth:`all_to_all` and return a function that runs the rest.
-
-        So the first stages of two all-to-alls can be in flight together.
-        """
-        wait = self.stages.start(buffer, plan, 0)
-
-        def complete() -> torch.Tensor:
-            arrived = wait()
-            for number in range(1, len(plan.stages)):
-                arrived = self.stages.start(arrived, plan, number)()
-            return arrived
-
-        return complete
+        for number in range(len(plan.stages)):
+            buffer = self.stages.start(buffer, plan, number)()
+        return buffer
 
     def gather_plan(self, block_bytes: int) -> Plan:
         """Return the plan of an all-gather: the policy's, else one stage per axis, outermost first."""

@@ -3,8 +3,7 @@
 In an all-to-all each of these ranks receives another block of a rank's buffer, in an all-gather all of it.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -13,10 +12,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.comm.groups import timeout_of
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.topology import devices
-from xfuser_cocodiff.engine.topology.devices import CPU, is_captured
+from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage
 from xfuser_cocodiff.engine.topology.topology import FLAT
 
@@ -45,19 +43,6 @@ class Stages:
     """Statistics of all messages."""
     flat_name: str = FLAT
     """Name of a stage over all axes in the statistics: of these axes, where the mesh is part of a larger one."""
-    ranks: Sequence[int] = ()
-    """All ranks of the mesh, to be checked after a missed deadline."""
-
-    @functools.cached_property
-    def _host_waits(self) -> bool:
-        """Whether the host sees when a stage has ended."""
-        return self.staged or not devices.capabilities(self.device.type).is_asynchronous
-
-    @functools.cached_property
-    def _timeout_seconds(self) -> float:
-        """Seconds after which the first of the groups fails a stage."""
-        timeouts = [self.timeout] if self.timeout else [timeout_of(each, self.device) for each in self.groups.values()]
-        return min(timeouts).total_seconds()
 
     def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
         """Start a stage of an all-to-all.
@@ -88,22 +73,18 @@ class Stages:
         with self.traffic.time_stage(label, sent.device), failure_detection.report_failed_ranks(group, label):
             outgoing = _to_host(sent) if self.staged else sent
             self.traffic.count_bytes(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
-            start_event = self.traffic.record_start(sent.device)
             if devices.capabilities(outgoing.device.type).functional_only:
                 received, works = _run_functional(outgoing, group, gathers)
             else:
                 received, works = _run_collective(outgoing, self._empty(shape, outgoing), group, gathers)
 
         def wait() -> torch.Tensor:
-            with self.traffic.time_stage(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
+            with self.traffic.time_stage(label, sent.device), failure_detection.report_failed_ranks(group, label):
                 for work in works:  # without a timeout: one given here would block the host of an accelerator
                     work.wait()
                 arrived = _wait(received)
             if self.staged:
                 arrived = arrived.to(self.device, non_blocking=True)
-            self.traffic.record_end(label, start_event)
-            if number == len(plan.stages) - 1:
-                self._set_deadline(label if plan.is_flat else plan)
             return arrived.view(shape)
 
         return wait
@@ -111,17 +92,6 @@ class Stages:
     def _empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         is_pinned = self.staged and devices.capabilities(self.device.type).is_asynchronous
         return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=is_pinned)
-
-    def _set_deadline(self, name: object) -> None:
-        """Set a deadline for all stages of a plan, if the host does not wait for them.
-
-        Without it, the backend would end the process and not name the unresponsive rank.
-        """
-        if self._host_waits or not failure_detection.is_heartbeat_running() or is_captured(self.device):
-            return
-        end = torch.Event(self.device.type)  # keeps no tensors alive, which the collective's work would
-        end.record()
-        failure_detection.set_deadline(end.query, self.ranks, name, self._timeout_seconds)
 
 
 _Started = tuple[torch.Tensor, tuple[dist.Work, ...]]

@@ -133,8 +133,7 @@ def _start_single_stage(split: list[torch.Tensor], operation: _CodedAllToAll, re
     fast, uncoded = partition.fast, _by_plan(pack(local_values, 1), partition.fast)
 
     def communicate() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        wait_for_coded, wait_for_uncoded = mesh.begin_all_to_all(*coded), fast.begin_all_to_all(*uncoded)
-        return wait_for_coded(), unpack(wait_for_uncoded(), local_values, 1)
+        return mesh.all_to_all(*coded), unpack(fast.all_to_all(*uncoded), local_values, 1)
 
     # On the comm stream, even if both have one stage: it keeps the order of other operations among the same ranks.
     return mesh.start(label, communicate, lambda arrived: receive(*arrived), operation.is_blocking)

@@ -102,5 +102,5 @@ def _checksums(coded: _CodedLayer) -> dict[str, dict[int, list[int]]]:
                 for peer, checksum in by_peer:
                     sums[end].setdefault(peer, []).append(checksum)
 
-    coded.partition.slow.comm_stream.start("reference checksums", read).wait()
+    coded.partition.slow.comm_stream.run(read)
     return sums

@@ -236,7 +236,7 @@ def _layer_all_to_alls(
     Coded layers gather K and V between the nodes, as a run on two nodes does.
     """
     torch.manual_seed(SEED)
-    comm_stream, near = CommStream(device), {"gpu": degree // NODES} if degree > NODES else {}
+    comm_stream, near = CommStream.on(device), {"gpu": degree // NODES} if degree > NODES else {}
     mesh, fast = _local_mesh(comm_stream, node=NODES, **near), _local_mesh(comm_stream, **near) if near else None
     partition = AxisPartition((0,), mesh.topology.shape, 0, _local_mesh(comm_stream, node=NODES), fast, 0)
     query, key, value = (

@@ -134,9 +134,7 @@ def _compare(
         each.session.traffic.timed = False
         weight = each.keyframe_fraction
         seconds = [weight * key + (1 - weight) * own for key, own in zip(keyframes[mode], times[mode], strict=True)]
-        a2a, hidden = (
-            mean_over_ranks(median(taken[-TIMED_STEPS:]), _CPU) for taken in (each.a2a_seconds, each.hidden_seconds)
-        )
+        a2a = mean_over_ranks(median(each.a2a_seconds[-TIMED_STEPS:]), _CPU)
         rows.append(
             {
                 "share": 1 - alone / median(times["stock"]),
@@ -145,7 +143,7 @@ def _compare(
                 "alone_seconds": alone,
                 "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True)),
                 "a2a_seconds": a2a or None,  # stock's collectives in a compiled graph are not visible
-                "hidden_share": min(1.0, hidden / a2a) if a2a else None,
+                "hidden_share": None,  # not measured
                 "bit_equal": equal[mode],
                 "bytes_slow_fraction": each.bytes_slow_fraction,
                 "bound_seconds": _bound(exact_bytes, profile, each, alone),
@@ -178,7 +176,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.table import Table
 
     table, left = Table(box=None), ("mode", "bits", "schedules", "plans")
-    columns = ("scale", "comm share", "mode", "step time", "speedup", "bound", "a2a ms", "hidden", "bytes", *left[1:])
+    columns = ("scale", "comm share", "mode", "step time", "speedup", "bound", "a2a ms", "bytes", *left[1:])
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     stock: list[float] = []
@@ -191,7 +189,6 @@ def show(record: dict[str, Any]) -> None:
             f"{row['speedup']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
             f"{median(stock) / row['bound_seconds']:.2f}" if row["bound_seconds"] else "-",
             "-" if row["a2a_seconds"] is None else f"{1000 * row['a2a_seconds']:.0f}",
-            "-" if row["hidden_share"] is None else f"{row['hidden_share']:.2f}",
             *(f"{row['bytes_slow_fraction']:.3f}", "equal" if row["bit_equal"] else "differ"),
             *("; ".join(dict.fromkeys(row["schedules"].values())), ", ".join(row["plans"])),
         )

@@ -37,8 +37,6 @@ class Variant:
     """Plans of the last step's all-to-alls."""
     a2a_seconds: list[float] = field(default_factory=list)
     """All-to-all time of each step so far."""
-    hidden_seconds: list[float] = field(default_factory=list)
-    """Hidden communication of each step so far: all-to-all time during which the rank computed."""
     done: int = 0
     """Number of steps so far."""
 
@@ -59,7 +57,6 @@ class Variant:
         result = step(self.position)
         self.session.runs.end_step()
         self.a2a_seconds.append(sum(self.session.traffic.seconds.values()))
-        self.hidden_seconds.append(self.session.traffic.hidden_seconds)
         return result
 
     def _begin_run(self) -> None:

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from xfuser_cocodiff.engine.comm.traffic import Label, Span, Traffic
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.lab.accelerator.clock import Clock
 from xfuser_cocodiff.lab.accelerator.program import Program
 
@@ -14,15 +15,15 @@ from xfuser_cocodiff.lab.accelerator.program import Program
 def name_by_label(clock: Clock) -> Iterator[None]:
     """Return a context in which the plugin's collectives have the letters of the tensors that they send.
 
-    The plugin opens a span with a label right before it starts the collectives of an operation.
+    On an accelerator, all collectives of an operation are started with it.
     """
-    open_span = Traffic.span
+    start = CommStream.start
 
-    def span(traffic: Traffic, label: Label, *arguments: Any) -> Span:
+    def name_and_start(comm_stream: CommStream, label: Label, *arguments: Any, **options: Any) -> Handle[Any]:
         clock.sent_tensors = label.tensors
-        return open_span(traffic, label, *arguments)
+        return start(comm_stream, label, *arguments, **options)
 
-    with mock.patch.object(Traffic, "span", span):
+    with mock.patch.object(CommStream, "start", name_and_start):
         yield
 
 

@@ -13,6 +13,8 @@ INK = "#7d7d7d"
 """Color of text and lines, readable on white and on black, since one chart serves both."""
 REST_COLOR = "#b8bec6"
 AXIS_COLORS = {"flat": "#8f6f9f", "node": "#c8553d", "gpu": "#e0a458", "tile": "#4f8a8b"}
+_COMMUNICATION = "communication: "
+"""Start of the label of an axis."""
 _TEXT_COLORS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 """Settings of matplotlib for the colors of text and lines."""
 
@@ -62,7 +64,7 @@ def draw_contact_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> N
 
 
 def draw_step_times(runs: Sequence[dict[str, Any]], out: Path) -> None:
-    """Draw one bar per run: exposed communication by axis, the rest of the step, and the min-max range of the repeats.
+    """Draw one bar per run: communication by axis, the rest of the step, and the min-max range of the repeats.
 
     Args:
         runs: of a compare record.
@@ -86,31 +88,21 @@ def draw_step_times(runs: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
-    """Draw the bar of one run.
-
-    Hidden communication runs beside computation and takes no time of its own, so only the exposed part has a width.
-    """
+    """Draw the bar of one run; communication that overlaps with computation may fill all of it."""
     median, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
     left = 0.0
-    for axis, seconds in _exposed_seconds(run).items():
-        width = MILLISECONDS * seconds
-        axes.barh(position, width, 0.6, left, color=AXIS_COLORS.get(axis, INK), label=f"exposed: {axis}")
+    for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items():
+        width = min(MILLISECONDS * seconds, median - left)
+        axes.barh(position, width, 0.6, left, color=AXIS_COLORS.get(axis, INK), label=f"{_COMMUNICATION}{axis}")
         left += width
-    axes.barh(position, max(median - left, 0), 0.6, left, color=REST_COLOR, label=_rest_label(run))
+    axes.barh(position, median - left, 0.6, left, color=REST_COLOR, label=_rest_label(run))
     axes.errorbar(median, position, xerr=[[median - low], [high - median]], color=INK, capsize=4, linewidth=1.2)
-
-
-def _exposed_seconds(run: dict[str, Any]) -> dict[str, float]:
-    """Return the exposed communication of a step in seconds, by axis; empty if it was not measured."""
-    total, hidden = run["a2a_seconds"], run["hidden_seconds"] or 0.0
-    exposed_fraction = 1 - hidden / total if total else 1.0
-    return {axis: seconds * exposed_fraction for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items()}
 
 
 def _legend(axes: Any) -> list[Any]:
     """Return one legend entry per color, communication first."""
     entries = {handle.get_label(): handle for handle in axes.get_legend_handles_labels()[0]}
-    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith("exposed"))
+    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith(_COMMUNICATION))
 
 
 def _rest_label(run: dict[str, Any]) -> str:

@@ -81,22 +81,15 @@ def compute_metrics(variant: VariantResult, stock: VariantResult, out: Path) -> 
 
 
 def _communication(variant: VariantResult) -> dict[str, Any]:
-    """Return bytes, seconds and hidden seconds of communication per step.
-
-    The table and the chart of the report both use these figures. The seconds of the axes sum to the whole, which is
-    apportioned to them by the time of their collectives.
-    """
-    collectives, sent = record.a2a_seconds(variant.repeats), record.sent_bytes(variant.repeats)
+    """Return bytes and seconds of communication per step; the table and the chart of the report both use them."""
+    seconds, sent = record.a2a_seconds(variant.repeats), record.sent_bytes(variant.repeats)
     # Communication inside a compiled graph cannot be counted; that is null, and not zero.
     if not sent and variant.settings["degree"] != 1:
         return dict.fromkeys(("a2a_seconds", "a2a_seconds_by_axis", "hidden_seconds", "bytes"))
-    in_collectives = sum(collectives.values())
-    in_flight = record.seconds(variant.repeats, "in_flight_seconds") or in_collectives
-    scale = in_flight / in_collectives if in_collectives else 0.0
     return {
-        "a2a_seconds": in_flight,
-        "a2a_seconds_by_axis": {axis: scale * seconds for axis, seconds in collectives.items()},
-        "hidden_seconds": record.seconds(variant.repeats, "hidden_seconds"),
+        "a2a_seconds": sum(seconds.values()),
+        "a2a_seconds_by_axis": seconds,
+        "hidden_seconds": None,  # not measured
         "bytes": sent,
     }
 

@@ -73,17 +73,6 @@ def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
     return _by_axis(repeats, "a2a_seconds", lambda steps, timed: median(_without_first(steps, timed)), median)
 
 
-def seconds(repeats: Sequence[Repeat], key: str) -> float | None:
-    """Return a duration per step, aggregated as in :func:`a2a_seconds`; None if a rank did not measure it."""
-    steps = [step for repeat in repeats for run in repeat for step in run["steps"] if step.get("is_timed", True)]
-    if not steps or any(step[key] is None for step in steps):
-        return None
-    return median(
-        median(_without_first(_mean_by_step(repeat, lambda step: step[key] or 0.0), _timed(repeat)))
-        for repeat in repeats
-    )
-
-
 def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
     """Return the statistics of lossy compression over all ranks and repeats; None if no compression was active."""
     runs = [run for repeat in repeats for run in repeat]

@@ -14,11 +14,9 @@ Each rank writes rank{r}.json after every run:
                      largest error of a tensor}, "sent_bytes" on slow axes, "exact_bytes", "repeated", "was_keyframe",
                      "reference_bytes"}, ...] by step}
     step = {"seconds", "is_timed": whether communication is timed, "a2a_seconds": {stage: seconds}; empty if it is not,
-            "sent_bytes": {stage: bytes}, "in_flight_seconds": communication summed over layers, "hidden_seconds": the
-            part of it that is hidden behind computation; both null on an accelerator, where the host cannot time the
-            end of communication, and where it is not timed}
+            "sent_bytes": {stage: bytes}}
 
-Timed communication takes the comm stream and events that users' runs do without, so it is timed in one of four steps.
+Timed communication takes events that users' runs do without, so it is timed in one of four steps.
 
 Rank 0 also writes progress.json and the final latents of the last run. Every rank that decodes writes the first picture
 of the last run; in some of xDiT's pipelines only the last rank decodes. With tracing, every rank writes
@@ -32,17 +30,18 @@ import functools
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from xfuser_cocodiff.engine.comm.instant import Instant, now, seconds_between
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
+from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.lab.launching import decisions, stock_traffic
@@ -54,8 +53,6 @@ from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE, TRACE_VARIA
 
 TIMED_PERIOD = 4
 """One of so many steps has timed communication, and the others measure step time."""
-_Mark: TypeAlias = float | torch.Event
-"""An instant: of the host's clock, or in the stream of an accelerator, so that the host need not wait for it."""
 
 
 class Recorder:
@@ -65,8 +62,8 @@ class Recorder:
         self.folder = folder
         self.runs: list[dict[str, Any]] = []
         self.latents: torch.Tensor | None = None
-        self._step_began: _Mark = 0.0
-        self._unresolved: list[tuple[dict[str, Any], _Mark, _Mark]] = []
+        self._step_began: Instant = 0.0
+        self._unresolved: list[tuple[dict[str, Any], Instant, Instant]] = []
         """Steps of the current run, with the instants of their start and end."""
 
     @functools.cached_property
@@ -113,21 +110,17 @@ class Recorder:
         self._unresolved.clear()  # of a run that was not completed
         _memory().reset_peak_memory_stats()
         self._trace()
-        self._step_began = _mark()
+        self._step_began = now(_device())
 
     def end_step(self, latents: torch.Tensor | None) -> None:
         """Record a step and keep its latents, which may be those of the last step."""
         traffic = active().traffic
-        untimed = torch.accelerator.is_available() or not traffic.timed
-        layers = traffic.hidden_by_layer().values()
-        ended = _mark()
+        ended = now(_device())
         step = {
             "seconds": 0.0,  # until the end of the run
             "is_timed": traffic.timed,
             "a2a_seconds": traffic.seconds,
             "sent_bytes": dict(traffic.sent_bytes),
-            "in_flight_seconds": None if untimed else sum(in_flight for in_flight, _ in layers),
-            "hidden_seconds": None if untimed else sum(hidden for _, hidden in layers),
         }
         run = self.runs[-1]
         run["steps"].append(step)
@@ -139,7 +132,7 @@ class Recorder:
         traffic.reset()
         traffic.timed = is_timed(len(run["steps"]), run["total_steps"])
         self._trace()
-        self._step_began = _mark()
+        self._step_began = now(_device())
 
     def _trace(self) -> None:
         if self._tracer:
@@ -156,7 +149,7 @@ class Recorder:
                 )
             return
         for step, began, ended in self._unresolved:
-            step["seconds"] = _seconds_between(began, ended)
+            step["seconds"] = seconds_between(began, ended)
         self._unresolved.clear()
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
@@ -196,21 +189,9 @@ def is_timed(number: int, total: int | None) -> bool:
     return number % TIMED_PERIOD == (min(TIMED_PERIOD, total) - 1 if total else 1)
 
 
-def _mark() -> _Mark:
-    """Return the instant at which all work submitted so far is done."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return time.perf_counter()
-    event = torch.Event(accelerator.type, enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(began: _Mark, ended: _Mark) -> float:
-    if isinstance(began, float) or isinstance(ended, float):
-        return ended - began
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1000
+def _device() -> torch.device:
+    """Return the device of this process."""
+    return torch.accelerator.current_accelerator(check_available=True) or CPU
 
 
 def _compression(session: Session) -> dict[str, Any]:
@@ -239,8 +220,8 @@ def _without_lists(report: StepReport) -> dict[str, Any]:
 
 def _memory() -> Any:
     """Return the module with memory statistics; on a CPU it is torch.cuda, which the plugin patches."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.get_device_module(accelerator) if accelerator else torch.cuda
+    device = _device()
+    return torch.cuda if device == CPU else torch.get_device_module(device)
 
 
 def _session_settings() -> dict[str, Any]:
@@ -249,7 +230,7 @@ def _session_settings() -> dict[str, Any]:
     return {
         "degree": stock_traffic.ulysses_degree(),
         "topology": str(mesh.topology) if mesh else None,
-        "device": _device(),
+        "device": _device_name(),
         "slow_axes": exchanges.slow_axes_of_run(active()),
         "exchange": exchanges.of_run(active()),
         "layers": active().layers.signatures.report(),
@@ -257,8 +238,8 @@ def _session_settings() -> dict[str, Any]:
     }
 
 
-def _device() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+def _device_name() -> str:
+    device = _device()
+    if device == CPU:
         return f"CPU, threads per rank: {torch.get_num_threads()}"
-    return torch.get_device_module(accelerator).get_device_name()
+    return torch.get_device_module(device).get_device_name()

@@ -158,7 +158,7 @@ def notes(record: dict[str, Any]) -> list[str]:
         names = " and ".join(run["name"] for run in unmeasured)
         compiled = any("use_torch_compile" in run["command"].replace("-", "_") for run in unmeasured)
         why = "it runs inside compiled graphs" if compiled else "it may run inside a compiled graph"
-        remarks.append(f"Bytes, time and overlap of communication were not measured for {names}: {why}.")
+        remarks.append(f"Bytes and time of communication were not measured for {names}: {why}.")
     if plugin["name"] != EXACT and plugin["coded_reason"]:
         remarks.append(
             f"Mode {plugin['name']} compressed nothing, or only part of its messages: {plugin['coded_reason']}."

@@ -32,12 +32,10 @@ def watch_all_to_all(original: Callable) -> Callable:
         if torch.compiler.is_compiling():
             return original(x)
         traffic = active().traffic
-        traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
+        ranks = get_ulysses_parallel_world_size()
+        traffic.count_bytes(FLAT, ranks, x.nbytes // ranks)
         with traffic.time_stage(FLAT, x.device):
-            began = traffic.record_start(x.device)
-            resharded = original(x)
-            traffic.record_end(FLAT, began)
-        return resharded
+            return original(x)
 
     return _sdpa_all_to_all_single
 

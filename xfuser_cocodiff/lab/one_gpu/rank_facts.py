@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.comm import failure_detection, groups
+from xfuser_cocodiff.engine.comm import groups
+from xfuser_cocodiff.engine.comm.deadline import Deadline
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -59,7 +60,8 @@ def nccl(setting: Setting) -> Iterator[Row]:
     busy = torch.cuda.Event()
     torch.cuda._sleep(_BUSY_CYCLES)
     busy.record()
-    failure_detection.set_deadline(busy.query, group, "a deadline", _TIMEOUT_SECONDS)
+    with Deadline([dist.get_rank()], "a deadline", _TIMEOUT_SECONDS) as deadline:
+        deadline.end = busy
     torch.cuda.synchronize()
     yield {"part": "deadline", "logged": [record.getMessage() for record in logged.buffer]}
     raised = ""
