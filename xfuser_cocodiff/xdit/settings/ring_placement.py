@@ -95,6 +95,8 @@ def place_groups(
     assert ranks.full_topology  # there is a ring
     full = given if given and given.size == ranks.count else ranks.full_topology
     known = profile if profile and profile.topology == full and given in (None, full) else None
+    if ranks.ulysses == 1:
+        return GroupPlacement(topology=ranks.detected, ring=placement, ring_topology=full, ring_profile=known)
     split = UlyssesRingSplit(ranks.ulysses, ranks.ring, placement)
     if known and not split.fits(full):
         raise ValueError(
