@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 from pathlib import Path
 
 from xfuser_cocodiff.engine.codec import kernels as codec_kernels
@@ -34,7 +33,7 @@ def boolean(text: str) -> bool:
     return word in TRUE
 
 
-def positive(text: str, most: float = sys.float_info.max) -> float:
+def positive(text: str, most: float) -> float:
     """Parse a number above 0."""
     value = math.nan
     with contextlib.suppress(ValueError):
