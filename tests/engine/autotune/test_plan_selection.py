@@ -1,6 +1,7 @@
 """Plan selection: the planner's choice, the same on every rank."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import torch
@@ -9,11 +10,11 @@ import torch.distributed as dist
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from xfuser_cocodiff.engine.attention.reshard import reshard
-from xfuser_cocodiff.engine.autotune import plan_selection
+from xfuser_cocodiff.engine.autotune import plan_policy, plan_selection
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import PlanPolicy
+from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
@@ -38,20 +39,21 @@ def test_nothing_is_sent_early_with_synchronous_collectives() -> None:
 
 
 def test_graph_plans_cover_every_size() -> None:
-    plans = plan_selection.PlanTable(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
-    policy = PlanPolicy(plans, plans.table())
+    machine = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
+    policy = plan_policy.planned(machine)
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
         traced = [policy.plan_for(size) for size in sizes]
-    assert traced == [plans(size) for size in sizes] and len(set(traced)) > 1
-    assert len(policy.graph_plans) == len(set(policy.graph_plans)) < len(plan_selection.SIZES)
+    assert traced == [policy.plan_for(size) for size in sizes]
+    assert traced == [planner.choose_plan(machine, 1 << round(math.log2(size))) for size in sizes]
+    assert len(set(traced)) > 1
+    assert len(policy.graph_plans) == len(set(policy.graph_plans)) < len(plan_policy.SIZES)
 
 
 def reshard_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Return the stages counted for traced and for eager resharding, after comparing their results."""
-    plans = plan_selection.PlanTable(MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
-    mesh = dataclasses.replace(mesh, policy=PlanPolicy(plans, plans.table()))
+    mesh = dataclasses.replace(mesh, policy=plan_policy.planned(MACHINE))
     tensor = torch.randn(1, 4, 8, 4)
 
     def reshard_between(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def choose(
     """Return the same where the planner decides, by a prediction that differs between ranks."""
     run, links = Run(rank, rank in odd_ranks), profile_of([2], [1e3], latency=0.0, launch=0.0)
     pays = mock.patch.object(plan_selection.planner, "gather_pays", lambda *_: rank in paying_ranks)
-    axes = mock.patch.object(plan_selection, "_lossless_gathered_axes", lambda *_: (links.topology.axes[0].name,))
+    axes = mock.patch.object(plan_selection, "_gathered_axes", lambda *_: (links.topology.axes[0].name,))
     with pays, axes:
         session, is_stocks = run.session(
             CocoDiffConfig(topology=links.topology, overlap=overlap or Overlap()), TuningCache({}, links)

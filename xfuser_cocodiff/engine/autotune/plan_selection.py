@@ -1,7 +1,7 @@
 """Plan selection: the mesh of a group, with the plan for each message size and the slow axes."""
 
 import functools
-import math
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.autotune import link_probe
+from xfuser_cocodiff.engine.autotune import link_probe, plan_policy
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -20,39 +20,6 @@ from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-
-_QKV = 3
-"""Tensors in a message of Q, K and V, of about the same size."""
-SIZES = range(6, 40)
-"""Exponents of the message sizes, powers of two, for which compiled graphs have plans."""
-
-
-class PlanTable:
-    """The planner's plans by message size, each computed once; sizes with the same nearest power of two share a plan.
-
-    Args:
-        profile: link profile that the planner uses.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self._choose_plan = functools.cache(functools.partial(planner.choose_plan, profile))
-        self.gather = functools.cache(functools.partial(planner.choose_gather_plan, profile))
-        """Plan of an all-gather, given the block size in bytes."""
-
-    def __call__(self, message_bytes: int) -> Plan:
-        """Return the plan of an all-to-all of this message size."""
-        return self._choose_plan(1 << round(math.log2(message_bytes)))
-
-    def table(self) -> tuple[tuple[int, Plan], ...]:
-        """Return the plans of all sizes, for compiled graphs; see :attr:`PlanPolicy.graph_plans`."""
-        entries: list[tuple[int, Plan]] = []
-        for power in SIZES:
-            plan, limit = self._choose_plan(1 << power), round(2 ** (power + 0.5))
-            if entries and entries[-1][1] == plan:
-                entries.pop()
-            entries.append((limit, plan))
-        return tuple(entries)
 
 
 @dataclass
@@ -111,36 +78,61 @@ def set_up_comm(
     setup = CommSetup(mesh, None, cache or TuningCache({}), synchronous=config.synchronous)
     if group.size() == 1:
         return setup
-    profile = _link_profile(group, config, device, setup, host_group)
-    if measure_codec and config.slow_axes is None:
-        profile = _with_codec(profile, config, setup, max_over_all, measure_codec)
-    setup.profile = profile
+    setup.profile = profile = _link_profile(group, config, device, setup, max_over_all, host_group, measure_codec)
+    hides_host = not config.synchronous and devices.capabilities(device.type).is_asynchronous
+    slow_axes = _slow_axes(config, profile, max_over_all)
+    gathered_axes = _gathered_axes(config, slow_axes, profile is not None and hides_host) if may_gather else ()
     if profile and config.plan is None:
-        setup.flat_mesh = _with_flat_plan(mesh)
-        setup.mesh = _with_planner(mesh, profile)
-    setup.mesh = _with_early_sends(setup.mesh, profile, config.synchronous)
-    if profile and not config.synchronous and devices.capabilities(device.type).is_asynchronous:
-        setup.mesh = _with_head_groups(setup.mesh, profile)
-    if config.slow_axes != ():
-        slow_axes = _measured_slow_axes(profile, max_over_all) if config.slow_axes is None else config.slow_axes
-        setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
-        if setup.partition and config.slow_axes is None:
-            cost = CodingCost.of(profile, setup.partition.slow_axis_names)
-            agreed = CodingCost(*max_over_all([cost.link_seconds_per_byte, cost.host_seconds_per_tensor]))
-            setup.partition = replace(setup.partition, coding_cost=agreed)
-    if not may_gather:
-        return setup
-    if setup.partition:
-        setup.gather = setup.partition if _may_gather(config, setup.partition) else None
-        if setup.gather and setup.mesh.policy.splits_heads:
-            pays = functools.partial(head_groups.gathered_head_groups_pay, profile, setup.gather.slow_axis_names)
-            setup.mesh = replace(setup.mesh, policy=replace(setup.mesh.policy, splits_gathered_heads=pays))
-    elif gathered_axes := _lossless_gathered_axes(config, profile, device):
-        setup.gather = _partition(group, config, device, setup.mesh, profile, gathered_axes)
-        if config.plan is None:
-            pays_off = functools.partial(planner.gather_pays, profile, gathered_axes)
-            setup.mesh = replace(setup.mesh, policy=replace(setup.mesh.policy, gathers_kv=pays_off))
+        setup.flat_mesh = mesh  # the first candidate is its plan for all sizes
+    rules = _rules(config, mesh.policy, profile, hides_host)
+    if profile and gathered_axes:
+        rules = _with_gather_rules(rules, config, profile, slow_axes, gathered_axes)
+    setup.mesh = replace(mesh, policy=rules)
+
+    def partition(axes: tuple[str, ...]) -> AxisPartition | None:
+        return _partition(group, config, device, setup.mesh, profile, axes) if axes else None
+
+    setup.partition = partition(slow_axes)
+    if setup.partition and profile and config.slow_axes is None:
+        cost = CodingCost.of(profile, slow_axes)
+        agreed = CodingCost(*max_over_all([cost.link_seconds_per_byte, cost.host_seconds_per_tensor]))
+        setup.partition = replace(setup.partition, coding_cost=agreed)
+    setup.gather = setup.partition if slow_axes == gathered_axes else partition(gathered_axes)
     return setup
+
+
+def _rules(config: CommConfig, given: PlanPolicy, profile: Profile | None, hides_host: bool) -> PlanPolicy:
+    """Return the policy of a mesh: the planner's plans or those of the config, early sends, and head groups.
+
+    Args:
+        config: config of the group.
+        given: policy of the mesh, by the plan of the config if it names one.
+        profile: link profile.
+        hides_host: whether communication overlaps with the host and the device. Else head groups are only used if they
+            are set.
+    """
+    policy = plan_policy.planned(profile) if profile and config.plan is None else given
+    policy = plan_policy.with_early_sends(policy, profile, config.synchronous)
+    if not (profile and hides_host):
+        return policy
+    return replace(policy, splits_heads=functools.partial(head_groups.head_groups_pay, profile, policy.choose))
+
+
+def _with_gather_rules(
+    policy: PlanPolicy,
+    config: CommConfig,
+    profile: Profile,
+    slow_axes: tuple[str, ...],
+    gathered_axes: tuple[str, ...],
+) -> PlanPolicy:
+    """Return the policy with rules for gathered K and V: the head groups of coded layers, or whether lossless layers
+    try it."""
+    if slow_axes and policy.splits_heads:
+        pays = functools.partial(head_groups.gathered_head_groups_pay, profile, gathered_axes)
+        return replace(policy, splits_gathered_heads=pays)
+    if not slow_axes and config.plan is None:
+        return replace(policy, gathers_kv=functools.partial(planner.gather_pays, profile, gathered_axes))
+    return policy
 
 
 def _plans_of(config: CommConfig) -> list[Plan] | None:
@@ -149,23 +141,6 @@ def _plans_of(config: CommConfig) -> list[Plan] | None:
     if config.plan is None:
         return None
     return [config.plan, *([Plan.hierarchical_gather(config.topology)] if config.plan.gathers_kv else [])]
-
-
-def _may_gather(config: CommConfig, partition: AxisPartition) -> bool:
-    """Return whether coded layers may gather K and V along the slow axes, by the config."""
-    return config.gathers_coded and (config.plan is None or config.plan.gathered_axes == partition.slow_axis_names)
-
-
-def _lossless_gathered_axes(config: CommConfig, profile: Profile | None, device: torch.device) -> tuple[str, ...]:
-    """Return the axes along which lossless layers may gather K and V: those that the plan names, else the outermost.
-
-    Where the host itself communicates, nothing is gained, and it is not tried.
-    """
-    if config.plan:
-        return config.plan.gathered_axes
-    moving = [axis.name for axis in config.topology.axes if axis.size > 1]
-    is_tried = profile and not config.synchronous and devices.capabilities(device.type).is_asynchronous
-    return tuple(moving[:1]) if is_tried and len(moving) > 1 else ()
 
 
 def _new_mesh(
@@ -185,34 +160,60 @@ def _link_profile(
     config: CommConfig,
     device: torch.device,
     setup: CommSetup,
+    max_over_all: Callable[[list[float]], list[float]],
     host_group: dist.ProcessGroup | None,
+    measure_codec: Callable[[], tuple[float, float]] | None,
 ) -> Profile | None:
-    """Return the link profile of the config or of the cache; probe the links if one is needed and neither has it."""
-    needs_profile = config.plan is None or config.slow_axes is None
-    if needs_profile and not (config.profile or setup.cache.profile):
+    """Return the link profile of the config or of the cache. Measure what is needed and neither has: the links, and the
+    codec's speed unless no axis of any rank can be slow; keep it in the cache.
+
+    All ranks have a profile or none, and the codec's speed in it or not, since they share options and cache.
+    """
+    profile, measures_axes = config.profile or setup.cache.profile, config.slow_axes is None
+    if profile is None and (config.plan is None or measures_axes):
         # The probe needs groups for all axes, and the mesh of a named plan has those of its own stages only.
         probed = _new_mesh(config, device, group, config.topology) if config.plan else setup.mesh
-        setup.cache.profile = link_probe.measure_links(probed, device, host_group)
-    return config.profile or setup.cache.profile
-
-
-def _with_codec(
-    profile: Profile,
-    config: CommConfig,
-    setup: CommSetup,
-    max_over_all: Callable[[list[float]], list[float]],
-    measure_codec: Callable[[], tuple[float, float]],
-) -> Profile:
-    """Return the profile with the codec's speed, unless no axis of any rank can be slow; keep it in the cache.
-
-    All ranks have the speed in their profile or none, since they share options and cache.
-    """
-    if profile.codec_bytes_per_second or not max_over_all([float(profile.may_have_slow_axes)])[0]:
-        return profile
-    speed = measure_codec()
+        profile = link_probe.measure_links(probed, device, host_group)
+    if profile and measures_axes and measure_codec and _needs_codec(profile, max_over_all):
+        profile = profile.with_codec(*measure_codec())
     if not config.profile:
-        setup.cache.profile = setup.cache.profile.with_codec(*speed)
-    return profile.with_codec(*speed)
+        setup.cache.profile = profile
+    return profile
+
+
+def _needs_codec(profile: Profile, max_over_all: Callable[[list[float]], list[float]]) -> bool:
+    """Return whether the codec's speed, which is unknown, decides if an axis of some rank is slow."""
+    return not profile.codec_bytes_per_second and bool(max_over_all([float(profile.may_have_slow_axes)])[0])
+
+
+def _slow_axes(
+    config: CommConfig, profile: Profile | None, max_over_all: Callable[[list[float]], list[float]]
+) -> tuple[str, ...]:
+    """Return the slow axes with several ranks: those of the config, else those that are slow for any rank."""
+    moving, names = config.topology.moving_axes, config.slow_axes
+    if names is None:
+        assert profile  # measured for this
+        is_slow = max_over_all([float(name in profile.slow_axes) for name in moving])
+        names = tuple(itertools.compress(moving, is_slow))
+    return tuple(name for name in moving if name in names)
+
+
+def _gathered_axes(config: CommConfig, slow_axes: tuple[str, ...], tries_lossless: bool) -> tuple[str, ...]:
+    """Return the axes along which layers may gather K and V: coded ones along the slow axes; lossless ones along those
+    that the plan names, else the outermost.
+
+    Args:
+        config: config of the group.
+        slow_axes: the slow axes.
+        tries_lossless: whether lossless layers may gain from it. Where the host itself communicates, they do not.
+    """
+    if slow_axes:
+        is_allowed = config.gathers_coded and (config.plan is None or config.plan.gathered_axes == slow_axes)
+        return slow_axes if is_allowed else ()
+    if config.plan:
+        return config.plan.gathered_axes
+    moving = config.topology.moving_axes
+    return moving[:1] if tries_lossless and len(moving) > 1 else ()
 
 
 def _partition(
@@ -221,57 +222,12 @@ def _partition(
     device: torch.device,
     mesh: Mesh,
     profile: Profile | None,
-    slow_axes: list[str] | tuple[str, ...],
+    slow_axes: tuple[str, ...],
 ) -> AxisPartition | None:
-    """Return the slow and fast axes of a mesh, each with a mesh of its own; None if no slow axis has several ranks."""
+    """Return the slow and fast axes of a mesh, each with a mesh of its own."""
 
     def part(part_group: dist.ProcessGroup, topology: Topology) -> Mesh:
-        return _with_planner(_new_mesh(config, device, part_group, topology), profile)
+        made = _new_mesh(config, device, part_group, topology)
+        return replace(made, policy=plan_policy.planned(profile.restrict_to(topology))) if profile else made
 
     return AxisPartition.over(group, mesh, slow_axes, part)
-
-
-def _measured_slow_axes(profile: Profile, max_over_all: Callable[[list[float]], list[float]]) -> list[str]:
-    names = [axis.name for axis in profile.topology.axes]
-    slow = max_over_all([float(name in profile.slow_axes) for name in names])
-    return [name for name, is_slow in zip(names, slow, strict=True) if is_slow]
-
-
-def _with_flat_plan(mesh: Mesh) -> Mesh:
-    """Return the mesh with one flat collective for all sizes."""
-    flat = Plan.flat(mesh.topology)
-    return replace(mesh, policy=PlanPolicy(lambda message_bytes: flat))
-
-
-def _with_planner(mesh: Mesh, profile: Profile | None) -> Mesh:
-    """Return the mesh with the planner's plan for each size; the same mesh without a profile."""
-    if profile is None:
-        return mesh
-    plans = PlanTable(profile.restrict_to(mesh.topology))
-    return replace(mesh, policy=PlanPolicy(plans, plans.table(), choose_gather=plans.gather))
-
-
-def _with_early_sends(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Mesh:
-    """Return the mesh with a policy for early sends.
-
-    The planner decides if there is a profile; without one, tensors are always sent early. Nothing is sent early if
-    collectives are synchronous.
-    """
-
-    def sends_early(early_bytes: int, all_bytes: int) -> bool:
-        pays = profile is None or planner.early_send_pays(profile, mesh.policy.choose, early_bytes, all_bytes)
-        return pays and not synchronous
-
-    graph_early_bytes = None  # smallest size from which on all larger ones are sent early
-    for power in reversed(SIZES):
-        if not sends_early(1 << power, _QKV << power):
-            break
-        graph_early_bytes = 1 << power
-    return replace(mesh, policy=replace(mesh.policy, sends_early=sends_early, graph_early_bytes=graph_early_bytes))
-
-
-def _with_head_groups(mesh: Mesh, profile: Profile) -> Mesh:
-    """Return the mesh with a policy for head groups, by the planner. Where the host itself computes and communicates,
-    they are only used if they are set."""
-    splits_heads = functools.partial(head_groups.head_groups_pay, profile, mesh.policy.choose)
-    return replace(mesh, policy=replace(mesh.policy, splits_heads=splits_heads))
