@@ -10,12 +10,10 @@ from typing import Any
 
 MAX_BYTES = 16 * 2**20
 """Largest file of settings: the link profile or the tuning cache."""
-MAX_RECORD_BYTES = 1024 * 2**20
-"""Largest record of a measurement, which has entries for each step and layer."""
 
 
-def read_bytes(file: Path, most_bytes: int = MAX_BYTES, follow_link: bool = True) -> bytes:
-    """Return the content of a regular file; a pipe or device, on which a read could wait for ever, is refused.
+def read(file: Path, most_bytes: int = MAX_BYTES, follow_link: bool = True) -> Any:
+    """Return the values in a JSON file. A pipe or device, on which a read could wait for ever, is refused.
 
     Args:
         file: path of the file.
@@ -24,7 +22,7 @@ def read_bytes(file: Path, most_bytes: int = MAX_BYTES, follow_link: bool = True
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no regular file, or too large.
+        ValueError: it is no regular file, too large, not JSON, or nested too deeply.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     with os.fdopen(os.open(file, flags), "rb") as stream:
@@ -33,24 +31,10 @@ def read_bytes(file: Path, most_bytes: int = MAX_BYTES, follow_link: bool = True
         content = stream.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"it has more than {most_bytes // 2**20} MiB")
-    return content
-
-
-def parse(content: bytes | str) -> Any:
-    """Return the values of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
     try:
         return json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def read(file: Path, most_bytes: int = MAX_BYTES, follow_link: bool = True) -> Any:
-    """Return the values in a JSON file; see :func:`read_bytes` and :func:`parse`."""
-    return parse(read_bytes(file, most_bytes, follow_link))
 
 
 def replace(file: Path, text: str) -> None:

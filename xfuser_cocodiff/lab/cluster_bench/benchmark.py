@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
@@ -22,6 +21,7 @@ from xfuser_cocodiff.lab.emulation import namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.launching import transformer_wrappers
+from xfuser_cocodiff.lab.reporting import record_file
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, format_remaining
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
@@ -201,7 +201,7 @@ def read_cells(file: Path | None) -> list[dict[str, Any]]:
     if file is None or not file.exists():
         return []
     try:
-        cells: list[dict[str, Any]] = json_file.read(file, json_file.MAX_RECORD_BYTES)["cells"]
+        cells: list[dict[str, Any]] = record_file.read(file)["cells"]
         for cell in cells:
             _ = _key(cell), cell["blocks"], cell["modes"], cell["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:

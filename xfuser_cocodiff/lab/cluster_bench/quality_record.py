@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.plans import HEADS
 from xfuser_cocodiff.lab.cluster_bench import coded_exchange
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
 from xfuser_cocodiff.lab.comparison.quality import MODES_IN, UNIFORM
+from xfuser_cocodiff.lab.reporting import record_file
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class QualityRecord:
             ValueError: the file cannot be read, or is no record of `cocodiff quality`.
         """
         try:
-            rows = tuple(json_file.read(file, json_file.MAX_RECORD_BYTES)["rows"])
+            rows = tuple(record_file.read(file)["rows"])
             if not all({"mode", "sweep", "psnr_db_mean"} <= row.keys() for row in rows):
                 raise KeyError("rows")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

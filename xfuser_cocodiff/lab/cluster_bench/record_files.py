@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.lab.cluster_bench import benchmark, cell_rows
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
+from xfuser_cocodiff.lab.reporting import record_file
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 
 _CELL = ("machine", "nodes", "model", "resolution", "batch", "text_tokens", "launch_us", "predicted")
@@ -51,5 +51,5 @@ def with_own_launch_time(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _created(file: Path) -> str:
-    created: str = json_file.read(file, json_file.MAX_RECORD_BYTES).get("created", "")
+    created: str = record_file.read(file).get("created", "")
     return created

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
-from xfuser_cocodiff.engine.topology import json_file
+from xfuser_cocodiff.lab.reporting import record_file
 
 Repeat: TypeAlias = list[dict[str, Any]]
 """One run as each rank recorded it, by rank; :mod:`xfuser_cocodiff.lab.comparison.recorder` describes the fields."""
@@ -25,7 +25,7 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
         RecordError: there are no records, or ranks have different numbers of runs.
     """
     try:
-        read = [json_file.read(file, json_file.MAX_RECORD_BYTES) for file in folder.glob("rank*.json")]
+        read = [record_file.read(file) for file in folder.glob("rank*.json")]
         ranks = sorted(read, key=lambda one: int(one["rank"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{folder}: a rank's record is not valid: {error}") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
-from xfuser_cocodiff.engine.topology import json_file
+from xfuser_cocodiff.lab.reporting import record_file
 from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
 # fmt: off
@@ -33,7 +33,7 @@ def of_record(folder: Path) -> list[float]:
     """
     valid = f"valid is the folder of {RECORD_VARIABLE} in a run in mode balanced or fast"
     try:
-        [*_, run] = json_file.read(folder / "rank0.json", json_file.MAX_RECORD_BYTES)["runs"]
+        [*_, run] = record_file.read(folder / "rank0.json")["runs"]
         steps = [step for step in run["codecs"] or () if step["bits"] and step["error"] > 0]
         changes = [step["error"] / GRIDS[step["bits"]].distortion for step in steps]
     except (OSError, ValueError, KeyError, TypeError) as error:
