@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ are encoded anyway. Slow axes are the outermost ones: an axis inside one that is
 far below 1 because lossless communication is mostly hidden behind attention, and encoding is not. In `cocodiff bench
 cluster`, coding saves 1 to 79 % of the step where the ratio is 0.075 or less; where it is 0.11 to 0.18, the step is
 11 % longer to 2 % shorter."""
-_SPEEDS = ("copy_bytes_per_second", "codec_bytes_per_second")
 
 
 @dataclass(frozen=True)
@@ -99,28 +98,24 @@ class Profile:
         try:
             topology = Topology.parse(values["topology"], int(values["ranks"]))
             links = tuple(
-                replace(
-                    link, latency_seconds=float(link.latency_seconds), bytes_per_second=float(link.bytes_per_second)
-                )
-                for link in (AxisLink(**entries) for entries in values["links"])
+                AxisLink(each["name"], float(each["latency_seconds"]), float(each["bytes_per_second"]))
+                for each in values["links"]
             )
-            figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
-            figures["coding_host_seconds"] = float(values.get("coding_host_seconds", 0.0))
+            names = [each.name for each in fields(cls) if each.name not in ("topology", "links")]
+            figures = {name: float({"coding_host_seconds": 0.0, **values}[name]) for name in names}
         except KeyError as error:
             raise ValueError(f"not a link profile: {error} is missing") from None
         except (TypeError, OverflowError, AttributeError) as error:
             raise ValueError(f"not a link profile: {error}") from None
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
             raise ValueError(f"not a link profile: its links are not those of the topology {topology}")
-        speeds = [
-            *(figures["contention"], figures["copy_bytes_per_second"]),
-            *(link.bytes_per_second for link in links),
-        ]
-        times = [figures["launch_seconds"], figures["coding_host_seconds"], *(link.latency_seconds for link in links)]
-        has_valid_speeds = all(speed > 0 for speed in speeds) and figures["codec_bytes_per_second"] >= 0
+        profile = cls(topology, links, **figures)
+        speeds = [profile.contention, profile.copy_bytes_per_second, *(link.bytes_per_second for link in links)]
+        times = [profile.launch_seconds, profile.coding_host_seconds, *(link.latency_seconds for link in links)]
+        has_valid_speeds = all(speed > 0 for speed in speeds) and profile.codec_bytes_per_second >= 0
         if not has_valid_speeds or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a link profile: speeds must be positive, and times finite and not negative")
-        return cls(topology, links, **figures)
+        return profile
 
     @classmethod
     def read(cls, file: Path) -> "Profile":
