@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from tests.mock_device import register_mock_device
-from xfuser_cocodiff.engine.codec import quantize
+from xfuser_cocodiff.engine.codec import active_tokens, link_reference, quantize
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
-from xfuser_cocodiff.engine.compression import active_tokens, link_reference
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage
