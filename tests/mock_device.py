@@ -111,8 +111,6 @@ class Memory:
     """Agent that allocated it, and whose next request may receive it."""
     reads: Counter = field(default_factory=Counter)
     writes: Counter = field(default_factory=Counter)
-    recorded: set[str] = field(default_factory=set)
-    """Further streams that use it (`record_stream`), for which the allocator waits."""
 
 
 class MockKernel:
@@ -148,8 +146,6 @@ class MockDevice(TorchDispatchMode):
         self._memory: dict[int, Memory] = {}
         self._freed: dict[str, list[Memory]] = {}
         """Freed memory by the agent that allocated it; the allocator may reuse it for that agent's next request."""
-        self.recorded = 0
-        """Number of calls of `record_stream`."""
         self._networks: dict[int, Stream] = {}
         self._functional_works: dict[int, Any] = {}
         """Functional collectives in flight, by the memory that they write."""
@@ -166,7 +162,6 @@ class MockDevice(TorchDispatchMode):
         replaced = [
             (torch, "Stream", self._stream),
             (torch.accelerator, "current_stream", lambda device: self.streams[-1]),
-            (torch.Tensor, "record_stream", lambda *arguments: self._record_stream(*arguments)),
             (stages.dist, "all_to_all_single", self._collective),
             (stages, "_all_gather", self._collective),
             (
@@ -300,16 +295,12 @@ class MockDevice(TorchDispatchMode):
         """Reuse an agent's freed memory; by its clock, all uses must have finished."""
         for memory in self._freed.pop(home.name, []):
             for name, time in (memory.reads | memory.writes).items():
-                if name not in memory.recorded and home.clock[name] < time:
+                if home.clock[name] < time:
                     raise DisorderError(f"{memory.name} of {home.name} was freed, and {name} may still use it")
 
     def _stream(self, device: torch.device, priority: int = 0) -> Stream:
         self._num_streams += 1
         return Stream(f"stream {self._num_streams}", self)
-
-    def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self.recorded += 1
-        self._memory[_storage(tensor)].recorded.add(stream.name)
 
     def _collective(self, received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> Any:
         """Run a collective on a stream of its group, as NCCL does, or in host memory, as gloo does."""

@@ -95,12 +95,10 @@ def test_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
     monkeypatch.setattr(bare_runtime, "start", lambda *_: None)
-    monkeypatch.setattr(
-        failure_detection, "_describe_failure", lambda group, stage, failure: f"{stage}: rank 1 has failed"
-    )
+    monkeypatch.setattr(failure_detection, "_describe_failure", lambda group, what, failure: f"{what}: rank 1 failed")
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     assert on_ranks.run(options, work, print) == on_ranks.FAILED_RANK_STATUS
-    assert capsys.readouterr().err == "cocodiff: probe: rank 1 has failed\n"
+    assert capsys.readouterr().err == "cocodiff: communication along 'probe': rank 1 failed\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

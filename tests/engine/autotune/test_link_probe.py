@@ -171,7 +171,7 @@ class NoisyLinks:
 def is_slow(gigabytes: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether a probe finds a link of this bandwidth slow beside a codec of 400 GB/s."""
     links, probe = NoisyLinks(1e9 * gigabytes, seed), probe_of("2x4")
-    probe.mesh = SimpleNamespace(topology=probe.mesh.topology, stages=links)
+    probe.mesh = SimpleNamespace(topology=probe.mesh.topology, stages=links, comm_stream=probe.mesh.comm_stream)
     probe.group = object()
     monkeypatch.setattr(timing, "gather", lambda values, group: values[None])
     monkeypatch.setattr(timing, "_synchronize", links.end_round)

@@ -4,18 +4,15 @@ All ranks start the same operations in the same order, and a comm stream queues 
 two ranks are ever in different collectives, and an operation of several stages proceeds without its caller. There is
 one kind for each place where messages are:
 
-- :class:`HostThread`, on a CPU: communication takes host time, and a thread executes it. Collectives are in order if
-  they start in order, so a single one starts in the caller's thread while the comm stream's is idle.
 - :class:`DeviceStream`, on an accelerator: the host only queues communication, on a stream of its own. That stream
   waits for what the caller's stream holds when the operation starts, and the caller's stream waits for its result, so
   the host is never blocked.
-- :class:`StagedThread`, on an accelerator whose messages go through host memory: these do block the host, so a thread
-  queues operations on such a stream.
+- :class:`HostThread`, on a CPU, or for messages that an accelerator stages through host memory: communication takes
+  host time, and a thread executes it, in the caller's stream if there is one. Collectives are in order if they start in
+  order, so a single one starts in the caller's thread while the comm stream's is idle.
 
-Memory that an operation allocates belongs to the comm stream and is used on the caller's stream. After it is freed, the
-next operation may reuse it: that operation is queued behind everything the caller has queued by then, and so behind
-every use. A thread may queue an operation later, when the caller has freed more; only in that case the allocator is
-told of the second stream (`record_stream`), since it then keeps memory while the host is ahead of the device.
+Memory that an operation allocates on a stream of its own is used on the caller's. After it is freed, the next operation
+may reuse it: that one is queued behind everything the caller has queued by then, and so behind every use.
 """
 
 import contextlib
@@ -23,9 +20,9 @@ import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -121,9 +118,8 @@ class CommStream(ABC):
             ranks: the ranks that take part in operations, to be checked if one takes too long.
             timeout: seconds after which the backend fails a collective.
         """
-        if not devices.capabilities(device.type).is_asynchronous:
-            return HostThread(device)
-        return StagedThread(device) if is_staged else DeviceStream(device, ranks, timeout)
+        has_stream = devices.capabilities(device.type).is_asynchronous and not is_staged
+        return DeviceStream(device, ranks, timeout) if has_stream else HostThread(device)
 
     def start(
         self,
@@ -157,7 +153,7 @@ class CommStream(ABC):
             finish: converts the result, in the caller's thread, after the wait.
             is_blocking: whether the caller waits for it right away and computes nothing meanwhile.
         """
-        return self.start(label, lambda: begin()(), finish, is_blocking)
+        return Handle(label, self._begin(label, begin, is_blocking), finish, begin)
 
     def run(self, work: Callable[[], T], label: Label = _ANY) -> T:
         """Run an operation after all earlier ones, and return its result."""
@@ -168,29 +164,52 @@ class CommStream(ABC):
     def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
         """Start an operation and return the function that waits for it."""
 
+    def _begin(self, label: Label, begin: Callable[[], Await], is_blocking: bool) -> Await:
+        """Start a single collective and return the function that waits for it."""
+        return self._execute(label, _in_range(lambda: begin()(), label), is_blocking)
+
     @abstractmethod
     def close(self) -> None:
         """Release what the comm stream holds; it can be used again."""
 
 
-class CommThread(CommStream):
-    """Comm stream with a thread."""
+class HostThread(CommStream):
+    """Comm stream with a thread, which blocking operations and single collectives do without while it is idle."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
         self._executor: ThreadPoolExecutor | None = None
+        self._last_future: Callable[[], Future | None] = lambda: None
+        """Weak reference to the future of the last operation, which the thread or a waiting caller keeps alive."""
+
+    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
+        if is_blocking:  # it begins when its caller waits
+            return lambda: work() if self._is_idle() else self._submit(work).result()
+        return self._submit(work).result
+
+    def _begin(self, label: Label, begin: Callable[[], Await], is_blocking: bool) -> Await:
+        return _in_range(begin, label)() if self._is_idle() else super()._begin(label, begin, is_blocking)
+
+    def _is_idle(self) -> bool:
+        """Return whether all earlier operations of the thread are over."""
+        last = self._last_future()
+        return last is None or last.done()
 
     def _submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Let the thread run an operation, under the caller's modes."""
+        """Let the thread run an operation, under the caller's modes and in its stream."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "cocodiff")
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        has_stream = devices.capabilities(self.device.type).is_asynchronous
+        stream = torch.accelerator.current_stream(self.device) if has_stream else nullcontext()
 
         def run() -> T:
-            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients), stream:
                 return work()
 
-        return self._executor.submit(run)
+        future = self._executor.submit(run)
+        self._last_future = weakref.ref(future)
+        return future
 
     def close(self) -> None:
         """Let the thread end after its queued operations, without waiting; a later one starts another."""
@@ -199,68 +218,8 @@ class CommThread(CommStream):
             self._executor = None
 
 
-class HostThread(CommThread):
-    """Comm stream on a CPU: a thread, which what the caller waits for at once does not need while it is idle."""
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        super().__init__(device)
-        self._last_future: Callable[[], Future | None] = lambda: None
-        """Weak reference to the future of the last operation, which the thread or a waiting caller keeps alive."""
-
-    def start_collective(
-        self,
-        label: Label,
-        begin: Callable[[], Await],
-        finish: Callable[[Any], T] | None = None,
-        is_blocking: bool = False,
-    ) -> Handle[T]:
-        """Start an operation that is a single collective, in the caller's thread if the comm stream's is idle."""
-        if not self._is_idle():
-            return super().start_collective(label, begin, finish, is_blocking)
-        with profiler_range("cocodiff", label.tensors, "exchange"):
-            wait = begin()
-        return Handle(label, wait, finish, begin)
-
-    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
-        if is_blocking:  # it begins when its caller waits
-            return lambda: work() if self._is_idle() else self._queue(work).result()
-        return self._queue(work).result
-
-    def _queue(self, work: Callable[[], T]) -> "Future[T]":
-        future = self._submit(work)
-        self._last_future = weakref.ref(future)
-        return future
-
-    def _is_idle(self) -> bool:
-        """Return whether all earlier operations of the thread are over."""
-        last = self._last_future()
-        return last is None or last.done()
-
-
-class StagedThread(CommThread):
-    """Comm stream on an accelerator whose messages block the host: a thread that queues operations on a stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._stream = _new_stream(device)
-
-    def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
-        ready = torch.accelerator.current_stream(self.device).record_event()
-        future = self._submit(lambda: _run_on(self._stream, ready, work))
-
-        def await_result() -> Any:
-            result, end = future.result()
-            caller = torch.accelerator.current_stream(self.device)
-            caller.wait_event(end)
-            for tensor in _accelerator_tensors(result):
-                tensor.record_stream(caller)
-            return result
-
-        return await_result
-
-
 class DeviceStream(CommStream):
-    """Comm stream on an accelerator: a stream, on which the caller's thread queues operations.
+    """Comm stream with a stream of its own, on which the caller's thread queues operations.
 
     Args:
         device: the accelerator.
@@ -271,14 +230,20 @@ class DeviceStream(CommStream):
     def __init__(self, device: torch.device, ranks: Sequence[int] = (), timeout: float = 0.0) -> None:
         super().__init__(device)
         self._ranks, self._timeout = ranks, timeout
-        self._stream = _new_stream(device)
+        priority = {"priority": HIGH_PRIORITY} if devices.capabilities(device.type).has_stream_priorities else {}
+        self._stream = torch.Stream(device, **priority)
 
     def _execute(self, label: Label, work: Callable[[], Any], is_blocking: bool) -> Await:
         ready = torch.accelerator.current_stream(self.device).record_event()
-        with self._deadline(label) as deadline:
-            result, end = _run_on(self._stream, ready, work)
-            if deadline:
-                deadline.end = end
+        deadline = Deadline(self._ranks, label, self._timeout) if self._has_deadlines() else None
+        with self._stream:
+            self._stream.wait_event(ready)
+            try:
+                result = work()
+            finally:  # after an error, some of its collectives may be in flight
+                end = self._stream.record_event()
+                if deadline:
+                    deadline.end = end
 
         def await_result() -> Any:
             torch.accelerator.current_stream(self.device).wait_event(end)
@@ -286,25 +251,12 @@ class DeviceStream(CommStream):
 
         return await_result
 
+    def _has_deadlines(self) -> bool:
+        """Return whether a late operation can be noticed; not in the capture of a graph, whose events have no state."""
+        return bool(self._ranks) and failure_detection.is_heartbeat_running() and not devices.is_captured(self.device)
+
     def close(self) -> None:
         """Do nothing: a stream needs no end."""
-
-    def _deadline(self, label: Label) -> AbstractContextManager[Deadline | None]:
-        """Return the deadline of an operation; none in the capture of a graph, whose events have no state."""
-        is_watched = self._ranks and failure_detection.is_heartbeat_running() and not devices.is_captured(self.device)
-        return Deadline(self._ranks, label, self._timeout) if is_watched else nullcontext()
-
-
-def _new_stream(device: torch.device) -> torch.Stream:
-    has_priorities = devices.capabilities(device.type).has_stream_priorities
-    return torch.Stream(device, priority=HIGH_PRIORITY) if has_priorities else torch.Stream(device)
-
-
-def _run_on(stream: torch.Stream, ready: torch.Event, work: Callable[[], T]) -> tuple[T, torch.Event]:
-    """Queue an operation on a stream, behind an event; return its result and the event behind it."""
-    with stream:
-        stream.wait_event(ready)
-        return work(), stream.record_event()
 
 
 def _in_range(work: Callable[[], T], label: Label) -> Callable[[], T]:
@@ -317,13 +269,3 @@ def _in_range(work: Callable[[], T], label: Label) -> Callable[[], T]:
             return work()
 
     return run
-
-
-def _accelerator_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors on accelerators in nested tuples and lists."""
-    if isinstance(value, torch.Tensor):
-        if devices.capabilities(value.device.type).is_asynchronous:
-            yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _accelerator_tensors(each)

@@ -20,7 +20,7 @@ _CAPTURE_MODE_RELAXED = 2
 
 
 class Deadline:
-    """Context manager around an operation that must be over in time: at its `end`, if that is set, else at the exit.
+    """Deadline of an operation that starts now; whoever queues it sets `end` afterwards.
 
     Args:
         ranks: the ranks that take part.
@@ -28,34 +28,22 @@ class Deadline:
         timeout: timeout of the backend in seconds.
     """
 
-    __slots__ = ("_at", "_is_over", "end", "name", "ranks", "seconds")
+    __slots__ = ("at", "end", "name", "ranks", "seconds")
 
     def __init__(self, ranks: Sequence[int], name: object, timeout: float) -> None:
         self.ranks, self.name = ranks, name
         self.seconds = max(timeout - CHECK_SECONDS, timeout / 2)
+        self.at = time.monotonic() + self.seconds
         self.end: torch.Event | None = None
         """Event behind the operation; it keeps no tensors alive, which the work of a collective would."""
-
-    def __enter__(self) -> "Deadline":
-        """Start the deadline, and forget those before it that have been met."""
-        self._at, self._is_over = time.monotonic() + self.seconds, False
         with _lock:
             while _pending and _pending[0].is_met():
                 _pending.popleft()
             _pending.append(self)
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        self._is_over = kind is not None or self.end is None
 
     def is_met(self) -> bool:
         """Return whether the operation is over."""
-        return self._is_over or (self.end is not None and self.end.query())
-
-    @property
-    def is_past(self) -> bool:
-        """Whether the operation should be over."""
-        return self._at < time.monotonic()
+        return self.end is not None and self.end.query()
 
 
 _pending: collections.deque[Deadline] = collections.deque(maxlen=10_000)
@@ -71,17 +59,17 @@ def forget_all() -> None:
 def pop_missed() -> Deadline | None:
     """Return the oldest deadline that has been missed, if there is one; each is returned once."""
     with _lock:
-        while _pending and _pending[0].is_past and _may_query_events():
+        while _pending and _pending[0].at < time.monotonic() and _may_query_events():
             first = _pending.popleft()
             if not first.is_met():
                 return first
     return None
 
 
-def first_in_flight() -> Deadline | None:
-    """Return the deadline of the oldest operation that is not over, if there is one."""
+def is_any_in_flight() -> bool:
+    """Return whether an operation is not over."""
     with _lock:
-        return next((each for each in _pending if not each.is_met()), None) if _may_query_events() else None
+        return _may_query_events() and not all(each.is_met() for each in _pending)
 
 
 def _may_query_events() -> bool:

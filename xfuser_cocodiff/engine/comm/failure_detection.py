@@ -30,7 +30,9 @@ REPORT_SECONDS = 60.0
 _HEARTBEAT_SECONDS, _POLL_SECONDS = 0.5, 0.05
 _CHECKS = "cocodiff/failure_detection/checks"
 _RESPONSE, _REPORT = "response", "report"
-"""Kinds of store keys of a rank: its latest response to a check, and the stage in which it failed."""
+"""Kinds of store keys of a rank: its latest response to a check, and the operation in which it failed."""
+_COMMUNICATES = "communicates"
+"""End of the response of a rank that is in a collective."""
 _ENDED = "0 ended"
 """Last response of a rank that has ended normally; it responds to no check."""
 
@@ -39,8 +41,8 @@ _BACKEND_ERRORS = re.compile(r"gloo|ccl|timed? ?out|connection|socket|broken pip
 """Messages of backend errors that have no exception type of their own."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|n.t allocate|cannot allocate|not enough memory|bad_alloc", re.IGNORECASE)
 
-_stages: dict[int, str] = {}
-"""Stage in which each thread of this rank communicates, by thread identifier: a comm stream has its own thread."""
+_active: set["report_failed_ranks"] = set()
+"""Collectives in which threads of this rank are."""
 _reported_at: float | None = None
 """Time of this rank's last report; None after it was withdrawn."""
 _store_ref: Callable[[], dist.Store | None] = type(None)
@@ -60,16 +62,14 @@ class report_failed_ranks:  # noqa: N801 (used as a function; a class costs a th
         stage: name of the collective, for the message.
     """
 
-    __slots__ = ("group", "outer_stage", "stage")
+    __slots__ = ("group", "stage")
 
     def __init__(self, group: dist.ProcessGroup | list[int], stage: str) -> None:
         self.group, self.stage = group, stage
 
     def __enter__(self) -> None:
-        """Record that this thread communicates."""
-        thread = threading.get_ident()
-        self.outer_stage = _stages.get(thread)
-        _stages[thread] = self.stage
+        """Record that this rank is in the collective."""
+        _active.add(self)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         try:
@@ -77,10 +77,7 @@ class report_failed_ranks:  # noqa: N801 (used as a function; a class costs a th
                 what = f"communication along {self.stage!r}"
                 raise UnresponsiveRankError(_describe_failure(self.group, what, f"failed ({error})")) from None
         finally:
-            if self.outer_stage is None:
-                _stages.pop(threading.get_ident(), None)
-            else:
-                _stages[threading.get_ident()] = self.outer_stage
+            _active.discard(self)
 
 
 def is_backend_error(error: BaseException) -> bool:
@@ -141,15 +138,14 @@ def _run_heartbeat(store: dist.Store, rank: int, store_ref: Callable[[], dist.St
             # A counter and not a key per check: a rank may be lost between counting a check and setting its key.
             if (number := store.add(_CHECKS, 0)) > answered:
                 answered = number
-                store.set(_key(_RESPONSE, rank), f"{answered} {_active_stages()}")
+                store.set(_key(_RESPONSE, rank), f"{answered} {_COMMUNICATES if _communicates() else ''}")
         if not hasattr(sys, "last_value"):  # which Python sets before it exits because of an exception
             store.set(_key(_RESPONSE, rank), _ENDED)
 
 
-def _active_stages() -> str:
-    """Return the stages in which this rank communicates, on its host or on its device."""
-    first = deadline.first_in_flight()
-    return ", ".join([*_stages.values(), *([str(first.name)] if first else [])])
+def _communicates() -> bool:
+    """Return whether this rank is in a collective, on its host or on its device."""
+    return bool(_active) or deadline.is_any_in_flight()
 
 
 def _describe_failure(group: dist.ProcessGroup | Sequence[int], what: str, failure: str) -> str:
@@ -182,25 +178,25 @@ def _check_ranks(members: list[int], rank: int, what: str) -> str:
     _reported_at = time.monotonic()
     number = store.add(_CHECKS, 1)
 
-    def stages_of(other: int) -> str | None:
-        """Return the stages of a rank; None if it has not responded."""
+    def state_of(other: int) -> str | None:
+        """Return the report or the response of a rank, empty if it did not call a collective; None without either."""
         if reported := _read(store, _REPORT, other):
             return reported
         response = _read(store, _RESPONSE, other) or "0"
         if response == _ENDED and other not in members:
             return response
-        answered, _, stages = response.partition(" ")
-        return stages if int(answered) >= number else None
+        answered, _, state = response.partition(" ")
+        return state if int(answered) >= number else None
 
     with_heartbeat = {other for other in range(dist.get_world_size()) if _read(store, _RESPONSE, other) is not None}
     missing, until = set(members) | with_heartbeat, time.monotonic() + RESPONSE_SECONDS
-    while (missing := {other for other in missing if stages_of(other) is None}) and time.monotonic() < until:
+    while (missing := {other for other in missing if state_of(other) is None}) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     if missing:
         return f"{_ranks_are(missing)} lost or unresponsive"
-    if absent := {other for other in members if not stages_of(other)}:
+    if absent := {other for other in members if not state_of(other)}:
         return f"{_ranks_are(absent)} alive but did not call it"
-    ended = {other for other in with_heartbeat if stages_of(other) == _ENDED}
+    ended = {other for other in with_heartbeat if state_of(other) == _ENDED}
     alive = "all of its ranks are alive and called it: a link between them failed, or one of them is too slow"
     return f"{alive}; {_ranks_are(ended)} not among them and ended earlier" if ended else alive
 

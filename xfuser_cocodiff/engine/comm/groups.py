@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
-HAS_HIGH_PRIORITY = True
-"""Whether collectives of NCCL run before computation that is queued already."""
 _Groups = dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup]
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 """Groups by members and timeout, for each world as long as it lives. Communicators are expensive and never freed one by
@@ -48,7 +46,7 @@ def subgroup(
 
 
 def _nccl_options(timeout: timedelta | None) -> "dist.ProcessGroupNCCL.Options":
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=HAS_HIGH_PRIORITY)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before computation that is queued
     options._timeout = timeout or default_pg_nccl_timeout  # else PyTorch warns that the argument overrides it
     return options
 

@@ -60,8 +60,7 @@ def nccl(setting: Setting) -> Iterator[Row]:
     busy = torch.cuda.Event()
     torch.cuda._sleep(_BUSY_CYCLES)
     busy.record()
-    with Deadline([dist.get_rank()], "a deadline", _TIMEOUT_SECONDS) as deadline:
-        deadline.end = busy
+    Deadline([dist.get_rank()], "a deadline", _TIMEOUT_SECONDS).end = busy
     torch.cuda.synchronize()
     yield {"part": "deadline", "logged": [record.getMessage() for record in logged.buffer]}
     raised = ""
