@@ -171,7 +171,7 @@ class MockDevice(TorchDispatchMode):
             ),
             (stages, "_functional_all_gather", lambda sent, _, group: self._functional(sent, group, group.size())),
             (stages.functional, "wait_tensor", self._wait_for_tensor),
-            (comm_stream, "ThreadPoolExecutor", lambda *_: MockExecutor(self._late)),
+            (comm_stream, "ThreadPoolExecutor", lambda *_: MockExecutor(self, self._late)),
         ]
         for owner, name, replacement in replaced:
             self._stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -346,10 +346,14 @@ class MockFuture(SimpleNamespace):
 
 
 class MockExecutor:
-    """ThreadPoolExecutor(1) that executes work in order, when it is submitted or when it is waited for."""
+    """ThreadPoolExecutor(1) that executes work in order, when it is submitted or when it is waited for.
 
-    def __init__(self, late: bool) -> None:
-        self._late, self._queue = late, []
+    As in a new thread, the current stream is not the caller's.
+    """
+
+    def __init__(self, device: MockDevice, late: bool) -> None:
+        self._device, self._late, self._queue = device, late, []
+        self._streams = [Stream("a thread's stream", device)]
 
     def submit(self, work: Callable[[], Any]) -> Any:
         results: list[Any] = []
@@ -359,7 +363,11 @@ class MockExecutor:
                 self._queue.pop(0)()
             return results[0]
 
-        self._queue.append(lambda: results.append(work()))
+        def run() -> None:
+            with mock.patch.object(self._device, "streams", self._streams):
+                results.append(work())
+
+        self._queue.append(run)
         if not self._late:
             result()
         return MockFuture(result=result, done=lambda: bool(results))
