@@ -93,15 +93,34 @@ def test_the_total_may_be_passed_by_name_or_position(listener: RecordingListener
     assert session.runs.newest is None
 
 
-def test_a_bar_over_an_iterable_declares_no_run(listener: RecordingListener, session: Session) -> None:
-    """Its loop may be left early, which nothing tells at the same time on all ranks."""
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("disable", [True, False])
+def test_a_bar_over_an_iterable_is_a_run(
+    listener: RecordingListener, session: Session, known: bool, disable: bool
+) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     pipe, latents = pipeline(scheduler), torch.zeros(1)
-    for time in DiffusionPipeline.progress_bar(pipe, scheduler.timesteps):
-        assert session.runs.newest is None
+    pipe._progress_bar_config["disable"] = disable
+    for time in DiffusionPipeline.progress_bar(pipe, scheduler.timesteps if known else iter(scheduler.timesteps)):
+        run = session.runs.newest
+        assert run.is_in_step
         latents = scheduler.step(torch.ones(1), time, latents).prev_sample
-    assert listener.runs == []
+        assert not run.is_in_step
+    assert counts(listener) == [(3 if known else None, 3)]
+    assert session.runs.newest is None
+
+
+def test_an_abandoned_run_ends_when_another_one_begins(listener: RecordingListener, session: Session) -> None:
+    """Not when the iterator is freed, which happens at different times on different ranks."""
+    for other in (False, True):
+        pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+        for _ in DiffusionPipeline.progress_bar(pipe, [1, 2, 3]):
+            left = session.runs.newest
+            break
+        assert session.runs.newest is left
+        run(pipeline(FlowMatchEulerDiscreteScheduler()) if other else pipe, total=3)
+        assert session.runs.newest is None
 
 
 def test_an_error_ends_the_run(listener: RecordingListener, session: Session) -> None:
@@ -198,7 +217,7 @@ def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Sessi
 
 
 def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: RecordingListener, session: Session) -> None:
-    """Declared ones, and bars whose scheduler takes fewer steps than they say."""
+    """Declared ones, loops over an iterable, and bars whose scheduler takes fewer steps than they say."""
     logged: list[str] = []
     session.runtime = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
 
@@ -219,17 +238,21 @@ def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: Record
     assert lines() == 1
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     pipe.scheduler.set_timesteps(2)
-    time, *_ = pipe.scheduler.timesteps
+    for time in DiffusionPipeline.progress_bar(pipe, iter(pipe.scheduler.timesteps)):
+        send()
+        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
+    assert lines() == 2
+    pipe.scheduler.set_timesteps(2)
     with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
         send()
         pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
         raise InterruptedError
-    assert lines() == 1
+    assert lines() == 2
     pipe.scheduler.set_timesteps(2)
     with DiffusionPipeline.progress_bar(pipe, total=3):
         send()
         pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
-    assert lines() == 2
+    assert lines() == 3
 
 
 def test_the_innermost_run_is_the_newest(listener: RecordingListener, session: Session) -> None:

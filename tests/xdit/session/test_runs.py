@@ -128,6 +128,27 @@ def test_a_declared_run_depends_on_its_steps_only(total: int | None) -> None:
         assert session.num_references == 0
 
 
+@pytest.mark.parametrize("is_left", [False, True])
+def test_calls_after_a_loop_that_was_left_early_are_lossless(warned: list[str], is_left: bool) -> None:
+    session = FakeSession()
+    model, text = session.transformer(), prompt()
+    run = session.runs.begin(5, owner=object())
+    run.is_loop = True
+    found = []
+    for number in range(4):
+        run.is_in_step = run.is_in_step or not (is_left and number > 1)  # as by the next item of the iterable
+        found.append(model(0, timestep=0.5, encoder_hidden_states=text))
+        session.runs.end_step(run)
+    assert found == ([False, True, False, False] if is_left else [False, True, True, True])
+    assert (session.runs.newest is None) == is_left
+    if is_left:
+        assert session.num_references == 0
+        session.runs.begin(5, owner=object()).is_loop = True
+        assert session.runs.begin(5, owner=object()) is session.runs.newest
+        assert not model(1, timestep=0.5, encoder_hidden_states=text) and session.num_references == 1
+    assert warned == []
+
+
 def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session = FakeSession()
     session.runtime = runtime(mode="paper", overrides="warmup=1,refresh=0,cached=0->0.5")
@@ -328,6 +349,9 @@ class Loops:
         with DiffusionPipeline.progress_bar(self.pipeline, total=STEPS):
             return self.through(self.scheduler.timesteps, latents, prompts)
 
+    def over_an_iterable(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
+        return self.through(DiffusionPipeline.progress_bar(self.pipeline, self.scheduler.timesteps), latents, prompts)
+
     def through(self, times: Iterable, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
         for time in times:
             velocity = self.velocity(latents, time, prompts)
@@ -340,7 +364,7 @@ class Loops:
         return [report.sent_bytes / report.exact_bytes for report in self.session.runtime.reports]
 
 
-FORMS = ("declared", "of_unknown_length", "by_diffusers")
+FORMS = ("declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
 
 
 def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tensor, list[float]]]:

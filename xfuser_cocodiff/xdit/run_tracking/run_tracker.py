@@ -6,7 +6,7 @@ pipeline's loop. The runs are those of the active session.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
@@ -92,14 +92,17 @@ class RunTracker:
         @functools.wraps(original)
         def progress_bar(pipeline: Any, iterable: Iterable | None = None, total: int | None = None) -> Any:
             owner = pipeline if hasattr(pipeline, "loop_step") else getattr(pipeline, "scheduler", None)
-            # A bar over an iterable declares no run: where its loop is left early, nothing tells so on all ranks.
-            if owner is None or iterable is not None:
+            if owner is None:
                 return original(pipeline, iterable, total)
             if owner is not pipeline:
                 self._patch_scheduler(type(owner))
-            # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
-            run = self.begin(owner, total and total * getattr(owner, "order", 1))
-            return _with_callback(original(pipeline, total=total), functools.partial(self.end, run))
+            if iterable is None:
+                # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
+                run = self.begin(owner, total and total * getattr(owner, "order", 1))
+                return _with_callback(original(pipeline, total=total), functools.partial(self.end, run))
+            run = self.begin(owner, len(iterable) if isinstance(iterable, Sized) else total)
+            run.is_loop, run.is_in_step = True, False
+            return original(pipeline, _TrackedIterable(iterable, run, lambda: self.end(run, is_complete=True)), total)
 
         return progress_bar
 
@@ -138,6 +141,25 @@ class RunTracker:
             return output
 
         return step
+
+
+class _TrackedIterable:
+    """An iterable that begins the steps of a run, with a callback at its end.
+
+    There is no callback where a loop is left early: ranks would free the iterator at different times.
+    """
+
+    def __init__(self, iterable: Any, run: Run, on_end: Callable[[], None]) -> None:
+        self._iterable, self._run, self._on_end = iterable, run, on_end
+
+    def __len__(self) -> int:
+        return len(self._iterable)
+
+    def __iter__(self) -> Iterator:
+        for each in self._iterable:
+            self._run.is_in_step = True
+            yield each
+        self._on_end()
 
 
 def _with_callback(bar: Any, on_close: Callable[[bool], None]) -> Any:

@@ -34,6 +34,10 @@ class Run:
     """Object that ends the steps: a scheduler, a loop or a sampler."""
     step: int = 0
     """Number of steps that have ended."""
+    is_loop: bool = False
+    """Whether a loop over an iterable declares it, which may be left early without notice."""
+    is_in_step: bool = True
+    """Whether calls belong to it; between two steps of a loop they do not, since it has been left then."""
     batched_branches: BatchedBranches = field(default_factory=BatchedBranches)
     """Branches in the batches of its calls."""
 
@@ -77,13 +81,13 @@ class Runs:
         return next((run for run in self._open if run.owner is owner), None)
 
     def begin(self, total: int | None = None, owner: Any = None) -> Run:
-        """Begin a run. The open run of the same owner ends.
+        """Begin a run. The open run of the same owner ends, and that of a loop, which may have been left.
 
         Args:
             total: number of steps, if it is known.
             owner: object that ends the steps.
         """
-        self._open = [run for run in self._open if run.owner is not owner]
+        self._open = [run for run in self._open if run.owner is not owner and not run.is_loop]
         self._open.append(run := Run(total or None, owner))
         self._encode_only_run()
         return run
@@ -97,7 +101,7 @@ class Runs:
         run = run or self.newest
         if run not in self._open:
             return
-        run.step += 1
+        run.step, run.is_in_step = run.step + 1, not run.is_loop
         self._reset_branches()
         if run is self._only:
             if runtime := self._runtime():
@@ -130,6 +134,8 @@ class Runs:
 
         All ranks set the same one.
         """
+        if self._only and not self._only.is_in_step:
+            self.end(self._only)
         runtime = self._runtime()
         self._undeclared_calls = 0 if self._open else self._undeclared_calls + 1
         if not self._open:
