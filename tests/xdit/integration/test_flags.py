@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -111,6 +112,45 @@ def start_session(rank: int, arguments: list[str], environments: list[dict[str, 
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
     initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
     return "started"
+
+
+def start_without_config(rank: int, arguments: list[str]) -> tuple[list[str], str]:
+    """Make process groups as a program without xDiT's pipelines does, and then follow the hint that is logged.
+
+    Returns:
+        The warnings, and the topology of the session in the end.
+    """
+    from types import SimpleNamespace
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        initialize_runtime_state,
+    )
+
+    from xfuser_cocodiff.xdit.integration import activation
+    from xfuser_cocodiff.xdit.session.session import active
+
+    warned: list[str] = []
+    sys.argv, activation.warn_once = ["program.py", *arguments], warned.append
+    init_distributed_environment(rank=rank, world_size=2)
+    initialize_model_parallel(sequence_parallel_degree=2, ulysses_degree=2)
+    engine_config, _ = xFuserArgs(model="", ulysses_degree=2, use_cocodiff=bool(arguments)).create_config()
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
+    return warned, str(active().mesh and active().mesh.topology)
+
+
+def test_a_program_that_makes_no_config_is_told_that_the_plugin_is_not_active() -> None:
+    for warned, topology in ranks.run(start_without_config, 2, ["--use-cocodiff"]):
+        [message] = warned
+        assert "is not active" in message and "create_config()` and `initialize_runtime_state(" in message
+        assert topology == "flat"
+    [(warned, topology), _] = ranks.run(start_without_config, 2, [])
+    assert warned == [] and topology == "None"
+    [(warned, _), _] = ranks.run(start_without_config, 2, [], env={"COCODIFF_ENABLE": "1"})
+    assert len(warned) == 1
 
 
 def assert_all_raise(results: list, *words: str) -> None:

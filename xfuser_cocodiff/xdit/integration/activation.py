@@ -4,10 +4,12 @@ Installed patches add the options to xDiT. The others are applied when the plugi
 it: until then the denoising steps run stock xDiT's functions.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +32,18 @@ from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
 from xfuser_cocodiff.xdit.session import ring_groups, session, startup
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION
+from xfuser_cocodiff.xdit.settings.resolve import is_enabled
 
 PACKAGE = "xfuser"
 SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
 """Versions of xfuser that the patches fit."""
 
+_NO_CONFIG = (
+    "the plugin is not active: this program makes process groups without a config that enables it; call "
+    "`engine_config, _ = xFuserArgs(model='', ulysses_degree=...).create_config()` and "
+    "`initialize_runtime_state(pipeline, engine_config)` before the first step"
+)
 _installed: PatchSet | None = None
 _tracker: run_tracker.RunTracker | None = None
 """Tracker of the installed patches."""
@@ -126,10 +135,35 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *flags.patches(_activate_for_config),
         *_of_feature("the rank of Ray workers in logs and records", ray_workers.patches()),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
+        *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *startup.patches(activate),
         *required_internals.patches(),
         *(replace(patch, on_activation=True) for patch in in_steps),
     ]
+
+
+def _with_hint(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        # xDiT's own runtime state calls it with a config, which has activated the plugin.
+        if _installed is not None and not _installed.is_active and is_enabled(_given_flag(), os.environ):
+            warn_once(_NO_CONFIG)
+        original(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
+_GROUPS_PATCH = Patch(
+    "xfuser.core.distributed.parallel_state",
+    "initialize_model_parallel",
+    "programs with attention of xDiT and no config of it are told how to activate the plugin",
+    _with_hint,
+)
+
+
+def _given_flag() -> dict[str, bool]:
+    """Return whether the command line has the flag, which a program without xDiT's parser ignores."""
+    return {ENABLE_OPTION: any(argument.replace("-", "_") == f"__{ENABLE_OPTION}" for argument in sys.argv)}
 
 
 def _of_feature(feature: str, patches: Sequence[Patch]) -> list[Patch]:
