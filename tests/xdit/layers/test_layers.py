@@ -1,5 +1,6 @@
 """V-First: how V is built from its projections, when it is sent early, and when a layer runs unchanged."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -14,16 +15,18 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
-from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
+from xfuser_cocodiff.xdit.layers import v_source
+from xfuser_cocodiff.xdit.layers.call_wrapper import CallWrapper
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_signature import MAX_SIGNATURES, LayerSignatures
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
-from xfuser_cocodiff.xdit.layers.v_source import find_recipes
+from xfuser_cocodiff.xdit.layers.v_source import Copied, Source, find_recipe
+from xfuser_cocodiff.xdit.patching import symbol_lookup
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
-DIFFERENT_V = "V does not go first: V differs from the output of its projections"
+UNKNOWN_V = "V does not go first: it is not known how V is built from to_v here"
 
 
 class SentV:
@@ -37,14 +40,17 @@ class SentV:
 
 
 class Harness:
-    """Calls layers as USP does, and records projections, sends and messages."""
+    """Calls layers as USP does, and records projections, sends and messages.
 
-    def __init__(self) -> None:
+    Args:
+        may_overlap: whether V may go first.
+    """
+
+    def __init__(self, may_overlap: bool = True) -> None:
         self.events: list[str] = []
         self.sent: list[SentV] = []
-        self.all_agree = True
         self.logged: list[str] = []
-        self.layers = Layers(lambda: True, self.send, lambda value: self.all_agree, self.logged.append, str, True)
+        self.layers = Layers(lambda: True, self.send, self.logged.append, str, may_overlap)
 
     def send(self, value: torch.Tensor, layer: Layer) -> SentV:
         self.events.append("send")
@@ -54,15 +60,27 @@ class Harness:
     def usp(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Multiply Q by V in the place of attention."""
         self.events.append("attend")
-        layer = self.layers.current
-        if layer is None:
-            self.layers.discover()
-        elif handle := layer.claim_v_handle(value):
-            assert torch.equal(handle.value, value), "V that was sent differs from V in USP"
-            handle.is_used = True
-        elif layer.call.signature.candidates is None and (layer.call.structure.ready or layer.call.structure.refusal):
-            layer.call.signature.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
-        return query * value
+        with self.layers.in_usp(value) as handle:
+            call = self.layers.current.call if self.layers.current else None
+            if handle:
+                assert torch.equal(handle.value, value), "V that was sent differs from V in USP"
+                handle.is_used = True
+            elif call and call.signature.candidates is None and call.structure.is_known:
+                call.signature.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
+            return query * value
+
+
+class Processor:
+    """An attention processor, by whose class and source code the table knows how V is copied."""
+
+    def __call__(self) -> None:
+        """Do nothing: the modules below have their processor's code in their forward."""
+
+
+def known_as(**how: Any) -> contextlib.AbstractContextManager:
+    """Return a context in which the table has the processor."""
+    row = Copied("Processor", symbol_lookup.source_digest(__name__, "Processor.__call__"), **how)
+    return mock.patch.object(v_source, "PROCESSORS", [row])
 
 
 def heads(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +92,7 @@ class Attention(nn.Module):
 
     def __init__(self, harness: Harness, text: bool = False, change_v: Callable = lambda value: value) -> None:
         super().__init__()
-        self.harness, self.text, self.change_v = harness, text, change_v
+        self.harness, self.text, self.change_v, self.processor = harness, text, change_v, Processor()
         for name in ("to_q", "to_v", *(("add_v_proj", "add_q_proj") if text else ())):
             setattr(self, name, nn.Linear(WIDTH, WIDTH))
             observe = lambda module, args, name=name: harness.events.append(name)  # noqa: E731
@@ -117,6 +135,7 @@ class GroupedQuery(nn.Module):
     def __init__(self, harness: Harness) -> None:
         super().__init__()
         self.harness, self.to_q, self.to_v = harness, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
+        self.processor = Processor()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         query = heads(self.to_q(hidden_states))
@@ -222,14 +241,40 @@ def test_v_is_sent_as_soon_as_its_inputs_are_known(
     harness: Harness, block: Callable, text: bool, events: list[str], sources: str
 ) -> None:
     transformer = Transformer([block(harness) for _ in range(3)])
-    assert steps(harness, transformer, text=text) == 3 * events
+    with known_as(text="in front", repeats_heads=True):
+        assert steps(harness, transformer, text=text) == 3 * events
     assert statuses(harness) == {f"V can go first, from {sources}"}
     assert len({sent.layer for sent in harness.sent}) == 3 and not harness.sent[-1].drained_unused
     assert all(layer.call is None for layer in harness.layers._layers.values())
 
 
+@pytest.mark.parametrize("how", ["another version", "not in the table", "of a script"])
+def test_v_that_an_unknown_processor_copies_does_not_go_first(harness: Harness, how: str) -> None:
+    """Where streams are joined, V is no view: memory does not tell what it was built from."""
+    transformer = Transformer([Block(Attention(harness, text=True)) for _ in range(2)])
+    known = contextlib.nullcontext() if how == "not in the table" else known_as(text="in front")
+    change = {
+        "another version": mock.patch.object(symbol_lookup, "source_digest", lambda *_: "another"),
+        "of a script": mock.patch.object(Processor, "__module__", "__main__"),
+    }
+    with known, change.get(how, contextlib.nullcontext()):
+        assert "send" not in steps(harness, transformer, text=True)
+    assert statuses(harness) == {UNKNOWN_V} and harness.logged == [f"Attention: {UNKNOWN_V}"]
+
+
+def test_nothing_is_wrapped_without_overlap() -> None:
+    harness = Harness(may_overlap=False)
+    transformer = Transformer([Block(Attention(harness), mlp=True) for _ in range(2)])
+    before = [dict(vars(module)) for module in transformer.modules()]
+    assert steps(harness, transformer) == 2 * ["to_q", "to_v", "attend"]
+    for module, state in zip(list(transformer.modules())[1:], before[1:], strict=True):  # calls of the root are counted
+        assert vars(module) == state
+    assert statuses(harness) == {"V does not go first: --cocodiff_v_first off"}
+    assert {len(harness.layers._layers)} == {2}
+
+
 @pytest.mark.parametrize("block", [Attention, FusedProjection])
-def test_layers_are_verified_for_any_number_of_tokens(harness: Harness, block: Callable) -> None:
+def test_v_goes_first_with_any_number_of_tokens(harness: Harness, block: Callable) -> None:
     transformer = Transformer([Block(block(harness))])
     known = steps(harness, transformer)[:]
     for tokens in (TOKENS + 1, TOKENS - 1):
@@ -277,7 +322,7 @@ def test_v_in_columns_of_each_head_has_a_recipe(harness: Harness) -> None:
     given = torch.randn(2, TOKENS, WIDTH)
     all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
     value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
-    [recipe] = find_recipes(value, "after Q and K of each head", {"wqkv": all_heads}, TOKENS)
+    recipe = find_recipe(value, v_source.PROJECTIONS[2], None, {"wqkv": all_heads}, TOKENS)
     assert torch.equal(recipe.build({"wqkv": all_heads}, TOKENS), value)
 
 
@@ -286,50 +331,50 @@ def test_v_without_batch_dim_has_a_recipe(harness: Harness) -> None:
     image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
     value = torch.cat([heads(text[None]), heads(image[None])], 2)
     returned = {"to_v": image, "add_v_proj": text}
-    [recipe] = find_recipes(value, "all", returned, 5)
+    source, copied = Source("to_v", "add_v_proj"), Copied("", "", "in front")
+    recipe = find_recipe(value, source, copied, returned, 5)
     assert recipe.paths == ("add_v_proj", "to_v")
     assert torch.equal(recipe.build(returned, 5), value)
-    assert find_recipes(value + 1, "all", returned, 5) == []
+    assert find_recipe(value, source, None, returned, 5) is None
 
 
-def test_v_that_differs_from_its_projection_does_not_go_first(harness: Harness) -> None:
+def test_v_that_is_no_view_of_its_projection_does_not_go_first(harness: Harness) -> None:
     class Changing(Attention):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             query = self.to_q(hidden_states)
-            hidden_states += 1
-            return self.harness.usp(heads(query), heads(self.to_v(hidden_states))).transpose(1, 2).flatten(2)
+            value = self.to_v(hidden_states + 1)
+            return self.harness.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
 
-    for attention in (Changing(harness), Attention(harness, change_v=lambda value: value * 1.5)):
-        transformer = Transformer([Block(attention)])
-        assert steps(harness, transformer) == ["to_q", "to_v", "attend"]
-    assert statuses(harness) == {DIFFERENT_V} and harness.logged == [
-        f"Changing: {DIFFERENT_V}",
-        f"Attention: {DIFFERENT_V}",
-    ]
+    for change in (torch.clone, lambda value: value * 1.5, lambda value: value.mul_(1.5), lambda value: value.flip(0)):
+        harness.layers.clear()
+        assert steps(harness, Transformer([Block(Attention(harness, change_v=change))])) == ["to_q", "to_v", "attend"]
+        assert statuses(harness) == {UNKNOWN_V} and harness.logged.pop() == f"Attention: {UNKNOWN_V}"
+    assert steps(harness, Transformer([Block(Changing(harness))])) == ["to_q", "to_v", "attend"]
+    assert harness.logged == ["Changing: V does not go first: the input of to_v is no argument of the module"]
 
 
-def test_projections_with_hooks_are_not_called_early(harness: Harness) -> None:
+@pytest.mark.parametrize("added", ["at the start", "in a run"])
+def test_hooks_of_a_projection_run_once_in_each_call(harness: Harness, added: str) -> None:
+    """They may change what it computes, and another rank need not have them."""
     transformer, seen = Transformer([Block(Attention(harness)) for _ in range(2)]), []
-    for block in transformer.blocks:
-        block.attn.to_v.register_forward_hook(lambda *_: seen.append(1))
-    assert steps(harness, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(harness) == {"V does not go first: to_v has hooks"}
+
+    def add_hooks() -> None:
+        for block in transformer.blocks:
+            block.attn.to_v.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+            block.attn.to_v.register_forward_hook(lambda *called: seen.append(1) or called[-1] * 2)
+
+    if added == "in a run":
+        assert steps(harness, transformer) == 2 * V_FIRST
+    add_hooks()
+    assert steps(harness, transformer, count=5) == 2 * V_FIRST
     assert len(seen) == 10
+    assert not torch.equal(step(transformer), step(Transformer([Block(Attention(harness)) for _ in range(2)])))
 
 
-@pytest.mark.parametrize("on_other_rank", [False, True])
-def test_hooks_added_in_a_run_stop_v_first_from_the_next_run_on(harness: Harness, on_other_rank: bool) -> None:
-    """On this rank, or on another."""
+def test_weights_that_diffusers_prefetches_are_used_in_the_order_of_the_first_call(harness: Harness) -> None:
     transformer = Transformer([Block(Attention(harness)) for _ in range(2)])
-    assert steps(harness, transformer) == 2 * V_FIRST
-    if on_other_rank:
-        harness.all_agree = False
-    else:
-        transformer.blocks[1].attn.to_v.register_forward_pre_hook(lambda _, args: (args[0].clone(),))
-    harness.layers.begin_run()
-    harness.all_agree = True
-    assert steps(harness, transformer) == (2 * V_FIRST if on_other_rank else 2 * ["to_q", "to_v", "attend"])
-    harness.layers.begin_run()
+    transformer.blocks[1].attn.to_v._diffusers_hook = object()
+    assert steps(harness, transformer) == [*V_FIRST, "to_q", "to_v", "attend"]
 
 
 def test_attention_outside_of_usp_is_projected_early_only_once(harness: Harness) -> None:
@@ -341,13 +386,6 @@ def test_attention_outside_of_usp_is_projected_early_only_once(harness: Harness)
     assert harness.layers.signatures.report() == {"Attention": ["V can go first, from to_v"]}
 
 
-def test_v_does_not_go_first_when_ranks_disagree(harness: Harness) -> None:
-    harness.all_agree = False
-    transformer = Transformer([Block(Attention(harness)) for _ in range(2)])
-    assert steps(harness, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(harness) == {"V does not go first: the ranks do not agree on where V comes from"}
-
-
 def test_v_of_another_shape_is_not_sent_early(harness: Harness) -> None:
     attention = Attention(harness)
     transformer = Transformer([Block(attention), Block(Attention(harness))])
@@ -356,7 +394,9 @@ def test_v_of_another_shape_is_not_sent_early(harness: Harness) -> None:
     with pytest.raises(RuntimeError, match="size"):  # Q does not fit this V: the test's error
         step(transformer)
     assert harness.sent[-1].drained_unused
-    assert "V does not go first: V has another shape than before" in statuses(harness)
+    attention.change_v = lambda value: value
+    harness.events.clear()
+    assert [step(transformer) is not None and harness.events.count("send") for _ in range(2)] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -366,7 +406,7 @@ def test_v_of_another_shape_is_not_sent_early(harness: Harness) -> None:
 )
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("block", [Attention, FusedProjection])
-def test_v_that_a_processor_changes_after_verification_raises(
+def test_v_that_a_processor_changes_later_raises(
     harness: Harness, change: Callable, inference: bool, block: Callable
 ) -> None:
     with torch.inference_mode(inference), torch.no_grad():
@@ -378,28 +418,6 @@ def test_v_that_a_processor_changes_after_verification_raises(
         with pytest.raises(RuntimeError, match="V does not come from"):
             step(transformer)
     assert harness.sent[-1].drained_unused
-
-
-@pytest.mark.parametrize("text", [False, True])
-def test_v_goes_first_in_no_layer_if_one_changes_it(harness: Harness, text: bool) -> None:
-    """Layers of one signature are verified one by one."""
-    attentions = [Attention(harness, text, change_v) for change_v in (lambda value: value * 1.5, torch.clone)]
-    assert steps(harness, Transformer(list(map(Block, attentions))), text=text).count("send") == 0
-    assert statuses(harness) == {DIFFERENT_V}
-
-
-def test_v_with_several_recipes_is_verified_again(harness: Harness) -> None:
-    """Zeros fit any order of the projections."""
-    transformer = Transformer([Block(Attention(harness, text=True)) for _ in range(2)])
-    for block in transformer.blocks:
-        for name in ("to_v", "add_v_proj"):
-            getattr(block.attn, name).weight.zero_()
-            getattr(block.attn, name).bias.zero_()
-    assert "send" not in steps(harness, transformer, text=True)
-    for block in transformer.blocks:
-        block.attn.to_v.bias.fill_(1)
-    assert steps(harness, transformer, text=True).count("send") == 2
-    assert {signature.structure.recipe.paths for signature in harness.layers.signatures} == {("add_v_proj", "to_v")}
 
 
 def test_a_module_may_be_called_twice_in_a_block(harness: Harness) -> None:
@@ -426,22 +444,11 @@ def test_one_projection_of_joined_streams_without_a_q_projection_runs_unchanged(
     assert "send" not in steps(harness, Transformer([Block(Packed()) for _ in range(2)]), text=True)
 
 
-def test_a_module_with_the_id_of_a_freed_one_gets_its_own_layer(harness: Harness) -> None:
-    old, new = (Transformer([Block(Attention(harness))]) for _ in range(2))
-    steps(harness, old)
-    [layer] = held = [*harness.layers._layers.values()]
-    root, module = layer.root, new.blocks[0].attn
-    del old
-    harness.layers._layers[id(module)], harness.layers._roots[id(new)] = layer, root
-    assert steps(harness, new) == V_FIRST
-    assert held and {each.root.transformer for each in harness.layers._layers.values()} >= {new}
-
-
 def test_a_copy_of_a_wrapped_module_runs_unwrapped() -> None:
     """A wrapper may hold objects that cannot be copied, such as a lock."""
     module, lock = nn.Linear(2, 2), threading.Lock()
-    ForwardWrapper(module, lambda forward, given: lock and forward(given))
-    ForwardWrapper(module, lambda forward, given: lock and forward(given))
+    CallWrapper(module, lambda original, given: lock and original(given))
+    CallWrapper(module, lambda original, given: lock and original(given))
     RootModule(module, lambda: bool(lock), lambda *_: None).watch(module, (), {})
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         given = torch.ones(1, 2)
@@ -472,7 +479,7 @@ def test_clear_restores_modules(harness: Harness) -> None:
     steps(harness, transformer)
     harness.layers.clear()
     for module, state in zip(transformer.modules(), before, strict=True):
-        assert vars(module).get("forward") is state.get("forward")
+        assert vars(module).keys() == state.keys()
         assert not module._forward_hooks and not module._forward_pre_hooks
     harness.events.clear()
     step(transformer)
@@ -482,7 +489,7 @@ def test_clear_restores_modules(harness: Harness) -> None:
 @pytest.mark.parametrize("cleared", [False, True])
 def test_weights_are_freed_with_their_transformer(harness: Harness, cleared: bool) -> None:
     """By reference counts alone, without the garbage collector."""
-    transformer = Transformer([Block(GroupedQuery(harness), mlp=True) for _ in range(2)])
+    transformer = Transformer([Block(FusedProjection(harness), mlp=True) for _ in range(2)])
     for _ in range(4):
         step(transformer)
     assert all(signature.ready for signature in harness.layers.signatures)
@@ -499,9 +506,9 @@ def test_weights_are_freed_with_their_transformer(harness: Harness, cleared: boo
 
 def test_wrappers_may_be_removed_in_any_order() -> None:
     module, seen = nn.Linear(2, 2), []
-    wrappers = [ForwardWrapper(module, lambda forward, given, n=n: seen.append(n) or forward(given)) for n in range(3)]
+    wrappers = [CallWrapper(module, lambda call, given, n=n: seen.append(n) or call(given)) for n in range(3)]
     for index, left in ((1, [2, 0]), (2, [0]), (0, [])):
         wrappers[index].remove()
         seen.clear()
         assert module(torch.ones(2)).shape == (2,) and seen == left
-    assert "forward" not in vars(module)
+    assert "_compiled_call_impl" not in vars(module)

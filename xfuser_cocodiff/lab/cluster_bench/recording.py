@@ -43,7 +43,7 @@ from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 _WARMUP_STEPS = 3
-"""Steps after which a variant is in a steady state: layers are known, V's source is verified, schedules are set."""
+"""Steps after which a variant is in a steady state: layers are known, V's source is known, schedules are set."""
 _POSITIONS = (0.125, 0.375, 0.625, 0.875)
 """Positions in the run of the coded steps that are recorded where bits do not vary: the middle of each quarter."""
 KEYFRAME = "keyframe"

@@ -22,23 +22,6 @@ from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def early_value(value: torch.Tensor, session: Session) -> Handle | None:
-    """Return the handle of V if the running layer has started its all-to-all before USP was called.
-
-    The layer drains the handle at the end of its call if it has not been waited for. Every rank of the group must call
-    this.
-
-    Args:
-        value: V as USP is given it, shape (B, H, S/P, D).
-        session: active session.
-    """
-    session.select_kernels()
-    layer = session.layers.current
-    if layer is None:
-        session.layers.discover()
-    return layer.claim_v_handle(value) if layer else None
-
-
 @dataclass(frozen=True)
 class AttentionInputs:
     """What attention needs of a call, for one way to divide its heads over ranks."""
@@ -64,7 +47,7 @@ def scheduled_attention(
 
     Args:
         inputs_for: returns the inputs, given the axes along which K and V are gathered, or None.
-        in_flight: handle of V, see :func:`early_value`.
+        in_flight: handle of V if its all-to-all is in flight already.
         session: active session.
         can_split_heads: whether attention may be computed for some of the heads at a time, if it is bit-identical.
         gathers_kv: whether K and V are gathered if this call is encoded.
@@ -74,7 +57,7 @@ def scheduled_attention(
         O, shape (B, H, S/P, D).
     """
     layer = session.layers.current
-    signature, running = layer.call.signature if layer else None, layer or session.layers.running_layer()
+    signature = layer.call.signature if layer else None
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
     allowed = schedule._replace(
         groups=schedule.groups if can_split_heads else 1, gathers_kv=schedule.gathers_kv and can_gather
@@ -87,9 +70,9 @@ def scheduled_attention(
     sizes = LayerSizes.of(*inputs.tensors)
     if signature:
         signature.sizes, signature.gathers_kv = sizes, gathers_kv
-    layer_codecs = session.layer_codecs(running, sizes, gathers_kv)
+    layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
     if layer_codecs and layer_codecs.gathers_kv and not can_gather:
-        must_restart, layer_codecs = True, session.layer_codecs_by_heads(running, sizes)
+        must_restart, layer_codecs = True, session.layer_codecs_by_heads(layer, sizes)
     if must_restart and in_flight:
         in_flight.drain()
         in_flight = None
@@ -97,7 +80,7 @@ def scheduled_attention(
     gather = session.gather if gathers_now else None
     if gathers_now != expects_gather:
         inputs = inputs_for(gather)
-    attend = inputs.attend_with(session.ring_codecs(running, sizes) if session.ring else None, name)
+    attend = inputs.attend_with(session.ring_codecs(layer, sizes) if session.ring else None, name)
     if session.mesh.topology.size == 1:
         return attend(*inputs.tensors, ALL_HEADS)
     if signature and not can_split_heads and (session.overlap.head_groups or 1) > 1:
@@ -107,7 +90,7 @@ def scheduled_attention(
         )
     if signature and signature.candidates is None:
         share_schedules(signature, session)
-    if signature and not signature.is_checked and (signature.ready or signature.structure.refusal):
+    if signature and not signature.is_checked and signature.structure.is_known:
         numbers = head_groups_to_check(signature, session, *inputs.tensors, gathers_now) if can_split_heads else []
         check = HeadGroupCheck(attend, numbers)
         ulysses = UlyssesAttention(session.mesh, 1, name, in_flight, layer_codecs, gather)
@@ -125,7 +108,8 @@ def scheduled_attention(
             same_gathered = compare_gathered(session, name, gathered.tensors, attend, output, tried)
         choose_schedules(signature, session, *inputs.tensors, check.is_same, same_gathered)
         return output
-    beside = layer.call.compute_deferred if layer and layer.call.deferred else None
+    deferred = layer.take_deferred() if layer else []
+    beside = (lambda: [each.materialize() for each in deferred]) if deferred else None
     mesh, groups = session.mesh_of(schedule), session.num_head_groups(schedule, layer_codecs)
     ulysses = UlyssesAttention(mesh, groups, name, in_flight, layer_codecs, gather)
     return ulysses.run(*inputs.tensors, attend, beside)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.all_to_all import is_supported
-from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, early_value, scheduled_attention
+from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, scheduled_attention
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
 
@@ -125,9 +125,10 @@ class _AllToAll:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
-            in_flight = early_value(original_value, session)
+            session.select_kernels()
             inputs = AttentionInputs((query, key, value), lambda *_: attend)
-            attended = scheduled_attention(lambda _: inputs, in_flight, session).transpose(1, 2)
+            with session.layers.in_usp(original_value) as in_flight:
+                attended = scheduled_attention(lambda _: inputs, in_flight, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()
 

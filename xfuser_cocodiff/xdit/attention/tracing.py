@@ -10,7 +10,7 @@ from xfuser_cocodiff.xdit.session.session import active
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)")
 """Step from a module to a submodule, in the notations of PyTorch's versions."""
 _NO_SUBMODULES = ("_modules", "__dict__", "_orig_mod", "_module", "forward")
-"""Attributes in a path that are not submodules: PyTorch's own, and that of `ForwardWrapper` for its module.
+"""Attributes in a path that are not submodules: PyTorch's own, and that of `CallWrapper` for its module.
 PyTorch 2.11 has the method of wrapped modules in it too."""
 
 

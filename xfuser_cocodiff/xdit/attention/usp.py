@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention import custom_ops
-from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, early_value, scheduled_attention
+from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, scheduled_attention
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.tracing import has_lossless_layer
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
@@ -74,17 +74,9 @@ def _with_overlap(original: Callable) -> Callable:
         if session.mesh is None:
             session.select_kernels()
             return _virtual_attention(original, query, key, value, arguments, session)
-        in_flight = None if is_compiling else early_value(value, session)
-        if not _is_supported(query, key, value, arguments, session):
-            if in_flight:
-                in_flight.drain()
-            return original(query, key, value, *args, **kwargs)
-        heads = query.shape[HEADS]
-        if is_compiling:
-            output = _compiled_attention(original, query, key, value, arguments, session)
-        else:
-            output = _eager_attention(query, key, value, in_flight, arguments, session)
-        return output if output.shape[HEADS] == heads else output[:, :heads]
+        attend = _compiled_attention if is_compiling else _eager_attention
+        output = attend(original, query, key, value, arguments, session)
+        return output if output.shape[HEADS] == query.shape[HEADS] else output[:, : query.shape[HEADS]]
 
     return USP
 
@@ -100,6 +92,8 @@ def _compiled_attention(
     """Compute attention in a compiled graph: by custom operators, or by functional collectives on devices whose graphs
     are faster with those."""
     mesh = session.mesh
+    if not _is_supported(query, key, value, arguments, session):
+        return original(query, key, value, **vars(arguments))
     if mesh.topology.size == 1 or not add_send_pass():
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
@@ -207,6 +201,24 @@ def _balances_heads(arguments: _USPArguments, session: Session) -> bool:
 
 
 def _eager_attention(
+    original: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: _USPArguments,
+    session: Session,
+) -> torch.Tensor:
+    """Compute attention in eager mode, by the schedule of the layer."""
+    session.select_kernels()
+    with session.layers.in_usp(value) as in_flight:
+        if _is_supported(query, key, value, arguments, session):
+            return _scheduled_attention(query, key, value, in_flight, arguments, session)
+        if in_flight:
+            in_flight.drain()
+        return original(query, key, value, **vars(arguments))
+
+
+def _scheduled_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -214,7 +226,7 @@ def _eager_attention(
     arguments: _USPArguments,
     session: Session,
 ) -> torch.Tensor:
-    """Compute attention in eager mode, by the schedule of the layer.
+    """Compute attention by the schedule of the layer.
 
     Args:
         query: shape (B, H, S/P, D).

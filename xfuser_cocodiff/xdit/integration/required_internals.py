@@ -70,7 +70,7 @@ _PATCHES = (
 )
 UNCHECKED = (
     *("_hf_hook", "_version", "_modules"),
-    *("_C", "_attention"),
+    *("_C", "_attention", "_call_impl"),
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
     *("_chunk_text_for_sp", "_init_sync_pipeline"),
     "_get_backend",

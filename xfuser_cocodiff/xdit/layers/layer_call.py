@@ -10,8 +10,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.xdit.layers.deferred import Deferred
-from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerStructure
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerStructure, hidden_states
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 
 
@@ -51,8 +50,8 @@ class TracedCall(LayerCall):
     ulysses: UlyssesAttention
 
 
-class EarlyProjection(NamedTuple):
-    """A projection computed before the processor asks for it."""
+class Projection(NamedTuple):
+    """A projection that has run."""
 
     input: torch.Tensor
     output: torch.Tensor
@@ -60,7 +59,7 @@ class EarlyProjection(NamedTuple):
     """Version counter of the output when it was computed."""
 
     @classmethod
-    def of(cls, forward: Callable, given: torch.Tensor) -> "EarlyProjection":
+    def of(cls, forward: Callable, given: torch.Tensor) -> "Projection":
         """Compute a projection, outside of inference mode, whose tensors have no version counter."""
         has_grad = torch.is_grad_enabled()  # read first: inference mode sets its own
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
@@ -73,26 +72,24 @@ class EarlyProjection(NamedTuple):
         return self.output._version != self.version
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class EagerCall(LayerCall):
-    """A call of a module in eager mode, from the start of its block to its end."""
+    """A call of an attention module in eager mode."""
 
-    hidden: torch.Tensor | None = None
-    """Hidden states, among the module's arguments."""
-    text: torch.Tensor | None = None
-    """Text embeddings, among the module's arguments."""
-    early: dict[str, EarlyProjection] = field(default_factory=dict)
+    arguments: dict[str, torch.Tensor]
+    """Tensors that the module was called with, by name."""
+    observes: bool
+    """Whether the call shows where V comes from, so that it is not sent early."""
+    query_input: torch.Tensor | None = None
+    """Input of Q's projection, once it has been called."""
+    early: dict[str, Projection] = field(default_factory=dict)
     """Early projections of V, by path."""
-    requested: dict[str, EarlyProjection] = field(default_factory=dict)
-    """Those of them that the processor has asked for since, by path."""
-    reached_usp: bool = False
-    """Whether the call's V has reached USP."""
-    v_shape: torch.Size | None = None
-    """Shape of the V that was sent."""
+    requested: dict[str, Projection] = field(default_factory=dict)
+    """Projections of V that the processor has asked for, by path."""
     v_handle: Handle | None = None
     """Handle of V's all-to-all; drained at the end of the call, since an error may come before USP waits for it."""
-    deferred: list[Deferred] = field(default_factory=list)
-    """Parts of the block's MLP that were called and not computed yet."""
+    v_shape: torch.Size | None = None
+    """Shape of the V that was sent."""
 
     @property
     def structure(self) -> LayerStructure:
@@ -102,16 +99,18 @@ class EagerCall(LayerCall):
     @property
     def num_hidden(self) -> int:
         """Number of hidden states."""
-        return self.hidden.shape[-2]
+        hidden = hidden_states(self.arguments)
+        return 0 if hidden is None else hidden.shape[-2]
 
-    def compute_deferred(self) -> None:
-        """Compute the deferred parts of the MLP."""
-        for each in self.deferred:
-            each.materialize()
-        self.deferred.clear()
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Outputs of the projections that the processor has asked for, by path."""
+        return {path: each.output for path, each in self.requested.items()}
 
     def drain(self) -> None:
-        """Drop the early projections, and wait for V's all-to-all unless USP has."""
-        handle, self.v_handle, self.early, self.requested = self.v_handle, None, {}, {}
+        """Drop the projections, and wait for V's all-to-all unless USP has."""
+        handle, self.v_handle = self.v_handle, None
+        self.early.clear()
+        self.requested.clear()
         if handle:
             handle.drain()

@@ -1,16 +1,14 @@
 """What calls of layers share: by structure where V comes from, by size the overlap schedules, by shapes their bits.
 
-All depend on values that are equal on all ranks. What is verified depends on tensors, so that the ranks have to agree
-on it. A new number of tokens is no new structure, and seldom a new size: twice as many values are another one.
+All depend on values that are equal on all ranks. A new number of tokens is no new structure, and seldom a new size:
+twice as many values are another one.
 """
 
 import hashlib
 import math
 import re
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,6 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, S
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_source
 
-NOT_THROUGH_USP = "its attention does not go through USP"
 MAX_SIGNATURES = 128
 """Maximum number of signatures; that of the oldest last call is dropped, as of a text length of an old request."""
 
@@ -34,20 +31,23 @@ class LayerStructure:
     source: Source | None = None
     """Projections of V in the module."""
     recipe: Recipe | None = None
-    """Verified way to build V from the projections."""
-    in_place: bool = False
-    """Whether the V that reaches USP is a view of its projections."""
-    verified: bool = False
-    """Whether the ranks have agreed on :attr:`recipe` or :attr:`refusal`."""
-    verified_layers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """Layers that were verified."""
+    """How V is built from the projections, once a layer has shown it."""
     refusal: str | None = None
     """Reason why V cannot go first."""
+    in_graph: bool = False
+    """Whether its layers are in compiled graphs, where V can always go first."""
+    reaches_usp: bool = False
+    """Whether a layer has reached USP."""
 
     @property
     def ready(self) -> bool:
         """Whether V can go first."""
-        return self.verified and self.refusal is None
+        return self.in_graph or self.recipe is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known if V can go first."""
+        return self.ready or self.refusal is not None
 
     @property
     def status(self) -> str:
@@ -55,7 +55,7 @@ class LayerStructure:
         if self.ready:
             source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "in a compiled graph"
             return f"V can go first, {source}"
-        return f"V does not go first: {self.refusal or 'too few calls to verify it'}"
+        return f"V does not go first: {self.refusal or 'too few calls to know where it comes from'}"
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class LayerSignatures:
     """All structures of a session, the newest signatures, and the schedules that they share.
 
     Args:
-        may_send_v_first: whether V may go first; if not, no structure is verified.
+        may_send_v_first: whether V may go first.
     """
 
     def __init__(self, may_send_v_first: bool = True) -> None:
@@ -168,11 +168,11 @@ class LayerSignatures:
             name = type(module).__name__
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
             digest = _digest((name, processor.__name__, *properties, sizes, getattr(module, "heads", None)))
-            self._structures[key] = (
-                LayerStructure(name, digest, find_source(module))
-                if self._may_send_v_first
-                else LayerStructure(name, digest, verified=True, refusal="--cocodiff_v_first off")
-            )
+            self._structures[key] = structure = LayerStructure(name, digest, find_source(module))
+            if not self._may_send_v_first:
+                structure.refusal = "--cocodiff_v_first off"
+            elif structure.source is None:
+                structure.refusal = "its module has no known projection of V"
         return self._signature(self._structures[key], arguments.values(), backend)
 
     def of_graph(self, layer: str, value: torch.Tensor) -> LayerSignature:
@@ -185,7 +185,7 @@ class LayerSignatures:
         name = re.sub(r"\d+", "*", layer)
         key = name, "compiled", (*value.shape[:2], value.shape[3]), value.dtype
         if key not in self._structures:
-            self._structures[key] = LayerStructure(name, _digest(key), verified=True)
+            self._structures[key] = LayerStructure(name, _digest(key), in_graph=True, reaches_usp=True)
         return self._signature(self._structures[key], [value])
 
     def _signature(
@@ -207,7 +207,7 @@ class LayerSignatures:
         """Return the statuses of all signatures that go through USP, by class of module."""
         statuses: dict[str, set[str]] = {}
         for signature in self:
-            if signature.structure.refusal != NOT_THROUGH_USP:
+            if signature.structure.reaches_usp:
                 statuses.setdefault(signature.name, set()).add(signature.status)
         return {name: sorted(each) for name, each in statuses.items()}
 

@@ -1,12 +1,15 @@
 """All attention layers of a session, found when the first of them runs, and wrapped from then on."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.xdit.layers.layer import Layer, LayerContext
 from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
 from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModule
@@ -20,24 +23,51 @@ class Layers(LayerContext):
     """Returns whether calls of transformers are to be counted at the moment."""
     before_call: Callable[[RootModule, tuple, dict[str, Any]], None] = lambda *_: None
     """Called before each call of a transformer is counted, with its arguments."""
-    # Held by their modules only, so that the memory of a transformer can be freed.
-    _layers: weakref.WeakValueDictionary[int, Layer] = field(init=False, default_factory=weakref.WeakValueDictionary)
+    # Weak, so that the memory of a transformer can be freed.
+    _layers: weakref.WeakKeyDictionary[nn.Module, Layer] = field(init=False, default_factory=weakref.WeakKeyDictionary)
     _roots: weakref.WeakValueDictionary[int, RootModule] = field(
         init=False, default_factory=weakref.WeakValueDictionary
     )
 
+    @contextmanager
+    def in_usp(self, value: torch.Tensor) -> Iterator[Handle | None]:
+        """Have the running layer as :attr:`current` in a call of USP.
+
+        Yields:
+            Handle of V if the layer has started its all-to-all before USP was called. The layer drains it at the end of
+            its call if it has not been waited for.
+
+        Args:
+            value: V as USP is given it, shape (B, H, S/P, D).
+        """
+        if self.current:
+            yield self.current.claim_v_handle(value)
+            return
+        self.discover()
+        self.current = layer = self.running_layer()
+        if layer is None:
+            yield None
+            return
+        call = layer.begin_call(*arguments_of(layer.module))
+        try:
+            yield None
+        finally:
+            self.current = layer.call = None
+        call.end()
+
     def discover(self) -> None:
-        """Wrap all modules of the running module's class in its transformer, from their next call on."""
+        """Find all modules of the running module's class in its transformer, and wrap them from their next call on."""
         running = list(running_modules())
         # If a forward is called directly, the running module is the one around it.
-        if running and not is_wrapper(running[0]) and self._layer_of(running[0]) is None:
+        if running and not is_wrapper(running[0]) and running[0] not in self._layers:
             module, root = running[0], self._root_of(running)
             transformer = root.transformer
             for name, other in transformer.named_modules():
-                if type(other) is type(module) and self._layer_of(other) is None:
+                if type(other) is type(module) and other not in self._layers:
                     block = transformer.get_submodule(name.rpartition(".")[0])
-                    self._layers[id(other)] = layer = Layer(name, other, block, root, self)
-                    layer.install()
+                    self._layers[other] = layer = Layer(name, other, block, root, self)
+                    if self.may_overlap:
+                        layer.install()
 
     def _root_of(self, running: Sequence[nn.Module]) -> RootModule:
         """Return the transformer of running modules, which are given innermost first."""
@@ -63,29 +93,13 @@ class Layers(LayerContext):
         return layer
 
     def running_layer(self) -> Layer | None:
-        """Return the layer whose module runs, also in its first call, which is not wrapped yet."""
-        return next(filter(None, map(self._layer_of, running_modules())), None)
-
-    def _layer_of(self, module: nn.Module) -> Layer | None:
-        """Return the layer of a module; None where the id is that of a freed module."""
-        layer = self._layers.get(id(module))
-        return layer if layer and layer.belongs_to(module) else None
+        """Return the layer whose module runs."""
+        return next(filter(None, map(self._layers.get, running_modules())), None)
 
     def end_step(self) -> None:
         """Count branches from zero: a denoising step has ended, or a run begins."""
         for root in self._roots.values():
             root.calls = 0
-
-    def begin_run(self) -> None:
-        """Verify all layers again if a projection of V has new hooks on any rank. All ranks must call this."""
-        verified = [structure for structure in self.signatures.structures if structure.recipe]
-        if not verified:
-            return
-        has_new_hooks = any(layer.has_new_hooks for layer in list(self._layers.values()))
-        if not self.all_agree(has_new_hooks) or has_new_hooks:
-            for structure in verified:
-                structure.verified, structure.recipe = False, None
-                structure.verified_layers.clear()
 
     def clear(self) -> None:
         """Restore the modules of all layers, and drop these."""

@@ -1,13 +1,20 @@
-"""The projections that V comes from in an attention module, and how V is built from their outputs."""
+"""The table of V-First: the projections that V comes from in an attention module, and how V is built of their outputs.
+
+Whether a call builds V so is decided by structure alone: which projections ran, shapes, memory, version counters. A V
+that is a view of a projection needs no more. A V that was copied on the way does: its processor must be in the table,
+with the same source code.
+"""
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+
+from xfuser_cocodiff.xdit.patching import symbol_lookup
 
 Columns = Literal["all", "after Q and K", "after Q and K of each head"]
 """Columns of a projection's output that are V's."""
@@ -15,8 +22,7 @@ Tokens = Literal["all", "first", "last"]
 """Tokens that are V's: all, or the first or last ones, as many as there are hidden states."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Projections of V in an attention module, as paths of submodules."""
 
     path: str
@@ -28,13 +34,38 @@ class Source:
     """Projection of Q, where V has a projection of its own."""
 
 
-TABLE = (
+class Copied(NamedTuple):
+    """How a processor of xDiT copies V."""
+
+    processor: str
+    """Name of its class."""
+    digest: str
+    """Digest of the source code for which this was tested."""
+    text: Literal["in front", "behind"] | None = None
+    """Where the text's tokens are, if there is a text."""
+    repeats_heads: bool = False
+    """Whether it repeats heads for grouped-query attention, and does not zero-pad them."""
+
+
+PROJECTIONS = (
     Source("to_qkv_mlp_proj", columns="after Q and K"),  # single blocks of FLUX.2
     Source("to_qkv", "to_added_qkv", "after Q and K"),  # diffusers' modules with fused projections, MiniMax-H3
     Source("wqkv", columns="after Q and K of each head"),  # StepVideo
     Source("to_v", "add_v_proj", query_path="to_q"),  # all others
 )
 """Known projections; a module uses the first row whose `path` it has."""
+PROCESSORS = (
+    Copied("xFuserFluxAttnProcessor", "c023792ee8225d7d", "in front"),
+    Copied("xFuserFlux2AttnProcessor", "7e2d4886fc410e3f", "in front"),
+    Copied("xFuserQwenDoubleStreamAttnProcessor", "80aad2b2ffeda8e4", "in front"),
+    Copied("xFuserQwenDoubleStreamAttnProcessor", "cfef633e2fbf1293", "in front"),  # with the series in patches/
+    Copied("xFuserHunyuanVideoAttnProcessor", "b54682f419622782", "behind"),
+    Copied("xFuserHunyuanVideo15AttnProcessor", "ced3f8c2069b6b87", "behind"),
+    Copied("xFuserCosmos3AttnProcessor", "7e65903f8053fc12", "behind"),
+    Copied("xFuserKrea2AttnProcessor", "8d81ec9cd46ccfc4", repeats_heads=True),
+    Copied("xFuserZSingleStreamAttnProcessor", "87b25b1362a9a12a"),
+)
+"""Processors that copy V; tests compare the bits of each."""
 PREFIXES = ("", "module.")
 """Prefixes of the paths: xDiT's wrappers hold the module of diffusers."""
 
@@ -42,13 +73,20 @@ PREFIXES = ("", "module.")
 def find_source(module: nn.Module) -> Source | None:
     """Return the projections of V in an attention module, with full paths; None where the table has no row for it."""
     paths = {path for path, _ in module.named_modules()}
-    for prefix, row in itertools.product(PREFIXES, TABLE):
+    for prefix, row in itertools.product(PREFIXES, PROJECTIONS):
         if prefix + row.path in paths:
             text_path, query_path = (
                 prefix + name if name and prefix + name in paths else None for name in (row.text_path, row.query_path)
             )
             return Source(prefix + row.path, text_path, row.columns, query_path)
     return None
+
+
+def find_copied(processor: Any) -> Copied | None:
+    """Return how a processor copies V; None where the table does not have it, or has another version of it."""
+    module, name = type(processor).__module__, type(processor).__name__
+    rows = [row for row in PROCESSORS if row.processor == name]
+    return next((row for row in rows if row.digest == symbol_lookup.source_digest(module, f"{name}.__call__")), None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +103,8 @@ class Recipe:
     head_dim: int
     repeats: int = 1
     """Number of Q heads that share a head of V."""
+    is_view: bool = True
+    """Whether V is a view of the projection."""
 
     def build(self, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> torch.Tensor:
         """Return V, built from the outputs of projections by path and the number of hidden states.
@@ -72,57 +112,75 @@ class Recipe:
         Raises:
             RuntimeError: shapes do not fit the recipe; also IndexError and ValueError.
         """
-        parts = [self._v_columns(_with_batch_dim(outputs[path])) for path in self.paths]
+        parts = [self._v_heads(_with_batch_dim(outputs[path])) for path in self.paths]
         joint = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if self.tokens != "all":
             joint = joint.narrow(1, joint.shape[1] - num_hidden if self.tokens == "last" else 0, num_hidden)
-        value = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        value = joint.transpose(1, 2)
         if self.repeats > 1:
             value = value.repeat_interleave(self.repeats, 1)
         missing = self.heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
-    def is_in_place(self, value: torch.Tensor, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> bool:
-        """Return whether V is a view of the projections' outputs."""
-        built = self.build(outputs, num_hidden)
-        return (built.data_ptr(), built.stride()) == (value.data_ptr(), value.stride())
+    def fits(self, value: torch.Tensor, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> bool:
+        """Return whether V may be built so: by its shape and dtype, and where it is a view, by its place in memory."""
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
+            built = self.build(outputs, num_hidden)
+            is_alike = built.shape == value.shape and built.dtype == value.dtype
+            return is_alike and (not self.is_view or _place(built) == _place(value))
+        return False
 
-    def _v_columns(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the columns of V in a projection's output, shape (B, S, columns)."""
-        heads, head_dim = self.heads, self.head_dim
-        if self.columns == "after Q and K":
-            return output.narrow(-1, 2 * heads * head_dim, heads * head_dim)
+    def _v_heads(self, output: torch.Tensor) -> torch.Tensor:
+        """Return V in a projection's output, shape (B, S, heads, D), as a view."""
         if self.columns == "after Q and K of each head":
-            return output.unflatten(-1, (-1, 3 * head_dim)).narrow(-1, 2 * head_dim, head_dim).flatten(-2)
-        return output
+            return output.unflatten(-1, (-1, 3 * self.head_dim)).narrow(-1, 2 * self.head_dim, self.head_dim)
+        width = self.heads * self.head_dim
+        columns = output if self.columns == "all" else output.narrow(-1, 2 * width, width)
+        return columns.unflatten(-1, (-1, self.head_dim))
 
 
-def find_recipes(
-    value: torch.Tensor, columns: Columns, outputs: Mapping[str, torch.Tensor], num_hidden: int
-) -> list[Recipe]:
-    """Return all recipes that build a bit-identical V from outputs of projections; several fit equal values, as zeros.
+def find_recipe(
+    value: torch.Tensor,
+    source: Source,
+    copied: Copied | None,
+    outputs: Mapping[str, torch.Tensor],
+    num_hidden: int,
+) -> Recipe | None:
+    """Return how V was built from outputs of projections; None where that is unknown. No values are read.
 
     Args:
         value: V, shape (B, H, S, D).
-        columns: columns of the outputs that are V's.
-        outputs: of the projections, by path.
+        source: projections of the module.
+        copied: how its processor copies V, if it does.
+        outputs: of the projections that have run, by path.
         num_hidden: number of hidden states.
     """
-    (_, heads, tokens, head_dim), recipes = value.shape, []
-    for count in range(1, len(outputs) + 1):  # V may come from fewer projections than there are
-        for paths in itertools.permutations(outputs, count):
-            has_all = sum(_with_batch_dim(outputs[path]).shape[1] for path in paths) == tokens
-            kept: tuple[Tokens, ...] = ("all",) if has_all else ("first", "last")  # some models cut off the text's V
-            if count > 1 and not has_all:
-                continue  # fewer projections suffice
-            width = outputs[paths[0]].shape[-1] if columns == "all" else heads * head_dim
-            repeats = {1, max(heads * head_dim // width, 1)}  # 1 where heads are zero-padded
-            for part, repeat in itertools.product(kept, repeats):
-                recipe = Recipe(paths, columns, part, heads, head_dim, repeat)
-                with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
-                    if torch.equal(recipe.build(outputs, num_hidden), value):
-                        recipes.append(recipe)
-    return recipes
+    recipes = _recipes(value, source, copied, outputs)
+    return next((recipe for recipe in recipes if recipe.fits(value, outputs, num_hidden)), None)
+
+
+def _recipes(
+    value: torch.Tensor, source: Source, copied: Copied | None, outputs: Mapping[str, torch.Tensor]
+) -> Iterator[Recipe]:
+    _, heads, _, head_dim = value.shape
+    tokens: Tokens
+    for tokens in ("all", "first", "last"):  # some models cut off the text's V
+        yield Recipe((source.path,), source.columns, tokens, heads, head_dim)
+    if copied is None:
+        return
+    width = outputs[source.path].shape[-1] if source.columns == "all" else heads * head_dim
+    repeats = max(heads * head_dim // width, 1) if copied.repeats_heads else 1
+    if source.text_path in outputs:
+        paths = (source.text_path, source.path) if copied.text == "in front" else (source.path, source.text_path)
+        yield Recipe(paths, source.columns, "all", heads, head_dim, repeats, is_view=False)
+    for tokens in ("all", "last" if copied.text == "in front" else "first"):
+        yield Recipe((source.path,), source.columns, tokens, heads, head_dim, repeats, is_view=False)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return where a tensor lies in memory. Dims of size 1 have any stride."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr(), tuple(stride for size, stride in strides if size > 1)
 
 
 def _with_batch_dim(output: torch.Tensor) -> torch.Tensor:

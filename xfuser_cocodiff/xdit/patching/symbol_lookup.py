@@ -22,39 +22,43 @@ def source_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
 
     Returns:
         The names of a function or method, an empty tuple for any other symbol, and None if the module or the symbol
-        does not exist. Of a dotted path beyond classes (an attribute of an instance) only the first part is looked up,
-        since no source declares the rest.
+        does not exist.
     """
-    tree = _tree(module)
-    if tree is None:
-        return None
-    body: list[ast.stmt] = tree.body
-    node: ast.stmt | None = None
-    for part in symbol.split("."):
-        owner, node = node, _find(body, part)
-        if node is None:
-            return () if _generates(owner, part) else None
-        if not isinstance(node, ast.ClassDef):
-            break
-        body = node.body
-    if isinstance(node, ast.FunctionDef):
-        signature = node.args
-        arguments = [*signature.posonlyargs, *signature.args, signature.vararg, *signature.kwonlyargs, signature.kwarg]
-        return tuple(argument.arg for argument in arguments if argument)
-    return ()
+    node = _declaration(module, symbol)
+    if not isinstance(node, ast.FunctionDef):
+        return None if node is None else ()
+    signature = node.args
+    arguments = [*signature.posonlyargs, *signature.args, signature.vararg, *signature.kwonlyargs, signature.kwarg]
+    return tuple(argument.arg for argument in arguments if argument)
 
 
 @cache
-def source_digest(module: str, symbols: tuple[str, ...]) -> str | None:
-    """Return a hash of functions of a module by their source, without comments, docstrings and formatting.
+def source_digest(module: str, symbol: str) -> str | None:
+    """Return a hash of a function by its source, without comments, docstrings and formatting.
 
-    It is the same in every version of Python. None if one of the functions does not exist.
+    It is the same in every version of Python. None if the function does not exist.
     """
-    tree = _tree(module)
-    nodes = [_find(tree.body, symbol) if tree else None for symbol in symbols]
-    if not all(isinstance(node, ast.FunctionDef) for node in nodes):
+    node = _declaration(module, symbol)
+    if not isinstance(node, ast.FunctionDef):
         return None
-    return hashlib.sha256(repr([_plain(node) for node in nodes]).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr([_plain(node)]).encode()).hexdigest()[:16]
+
+
+def _declaration(module: str, symbol: str) -> ast.AST | None:
+    """Return the statement that declares a symbol; None if there is none.
+
+    Of a dotted path beyond classes (an attribute of an instance) only the first part is looked up, since no source
+    declares the rest. Special methods of a dataclass are declared by their class.
+    """
+    node: ast.AST | None = _tree(module)
+    for part in symbol.split("."):
+        if not isinstance(node, ast.Module | ast.ClassDef):
+            break
+        found = _find(node.body, part)
+        if found is None and not _generates(node, part):
+            return None
+        node = found or node
+    return node
 
 
 def uses_name(module: str, name: str) -> bool:
@@ -105,7 +109,7 @@ def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
     return None
 
 
-def _generates(owner: ast.stmt | None, name: str) -> bool:
+def _generates(owner: ast.AST, name: str) -> bool:
     """Return whether `name` is a special method of a dataclass, which no source declares."""
     return (
         isinstance(owner, ast.ClassDef)
@@ -124,7 +128,7 @@ def _flatten(statement: ast.stmt) -> list[ast.stmt]:
 @cache
 def _tree(module: str) -> ast.Module | None:
     root, *rest = module.split(".")
-    spec = importlib.util.find_spec(root)
+    spec = importlib.util.find_spec(root) if root != "__main__" else None
     if spec is None or not spec.submodule_search_locations:
         return None
     for location in spec.submodule_search_locations:

@@ -93,7 +93,7 @@ class Session:
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
         self.layers = Layers(
-            *(self._overlaps, self.start_value, self.all_agree, info_once, _backend_name),
+            *(self._overlaps, self.start_value, info_once, _backend_name),
             *(self.overlap.v_first is not False, self._counts_calls, self.runs.before_call),
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
@@ -241,7 +241,6 @@ class Session:
         self.layers.end_step()
 
     def _begin_run(self) -> None:
-        self.layers.begin_run()
         if self.schedule_tuner:
             self.schedule_tuner.begin_run()
 

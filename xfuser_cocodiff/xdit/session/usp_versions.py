@@ -54,4 +54,4 @@ def has(function: str) -> bool:
 
 
 def _digests() -> dict[str, str | None]:
-    return {name: symbol_lookup.source_digest(MODULE, (name,)) for name in DIGESTS["0.7.0"]}
+    return {name: symbol_lookup.source_digest(MODULE, name) for name in DIGESTS["0.7.0"]}
