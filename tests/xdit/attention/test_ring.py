@@ -1,5 +1,6 @@
 """Ulysses x Ring on real ranks in both placements, against attention over whole tensors and against stock."""
 
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -360,5 +361,6 @@ def test_ring_with_other_parallelism_equals_stock(other: str) -> None:
 def test_attention_on_a_cpu_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA build of PyTorch has cuDNN also on a machine without a GPU."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    state = SimpleNamespace(parallel_config=SimpleNamespace(ring_degree=1))
+    config, backends = SimpleNamespace(ring_degree=1), Enum("AttentionBackendType", ["SDPA", "SDPA_FLASH", "CUDNN"])
+    state = SimpleNamespace(parallel_config=config, attention_backend=backends.CUDNN)
     assert attention_kernels._select_with_lse(lambda *_: None)(state).name == "SDPA"

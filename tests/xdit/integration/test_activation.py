@@ -206,12 +206,12 @@ def test_missing_private_name_prevents_installation(
     """It is detected at installation, though it is only called in the middle of a run."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "xfuser/core/distributed/parallel_state.py"
-    file.write_text(file.read_text().replace("_SP", "_SEQUENCE"))
+    file = tmp_path / "xfuser/core/distributed/runtime_state.py"
+    file.write_text(file.read_text().replace("_RUNTIME", "_STATE"))
     monkeypatch.syspath_prepend(tmp_path)
     assert not xfuser_cocodiff.install()
     [warning] = warned
-    assert "xfuser.core.distributed.parallel_state._SP does not exist" in warning
+    assert "xfuser.core.distributed.runtime_state._RUNTIME does not exist" in warning
 
 
 @pytest.mark.slow  # a name that has moved is handled in the same way

@@ -16,7 +16,7 @@ from tests import ranks
 PACKAGE = Path(xfuser_cocodiff.__file__).parent
 TOPOLOGY = {"topology": "node=2", "v_first": "on"}
 
-SELECTION = {"_get_attention_function"}
+SELECTION = {"_get_attention_function", "backend_name", "runtime_state"}
 """Selection of a kernel that xDiT lacks on CPUs; it returns before attention starts."""
 
 

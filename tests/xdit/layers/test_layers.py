@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
-from xfuser_cocodiff.xdit.layers import v_source
+from xfuser_cocodiff.xdit.layers import layer, v_source
 from xfuser_cocodiff.xdit.layers.call_wrapper import CallWrapper
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_signature import MAX_SIGNATURES, LayerSignatures
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.layers.v_source import Copied, Source, find_recipe
-from xfuser_cocodiff.xdit.patching import symbol_lookup
+from xfuser_cocodiff.xdit.patching import host, symbol_lookup
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
@@ -40,17 +40,13 @@ class SentV:
 
 
 class Harness:
-    """Calls layers as USP does, and records projections, sends and messages.
+    """Calls layers as USP does, and records projections, sends and messages."""
 
-    Args:
-        may_overlap: whether V may go first.
-    """
-
-    def __init__(self, may_overlap: bool = True) -> None:
+    def __init__(self) -> None:
         self.events: list[str] = []
         self.sent: list[SentV] = []
         self.logged: list[str] = []
-        self.layers = Layers(lambda: True, self.send, self.logged.append, str, may_overlap)
+        self.layers = Layers(lambda: True, self.send, True)
 
     def send(self, value: torch.Tensor, layer: Layer) -> SentV:
         self.events.append("send")
@@ -189,10 +185,13 @@ class Transformer(nn.Module):
 
 
 @pytest.fixture
-def harness() -> Iterator[Harness]:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     torch.manual_seed(0)
+    harness = Harness()
+    monkeypatch.setattr(host, "backend_name", str)
+    monkeypatch.setattr(layer, "info_once", harness.logged.append)
     with torch.inference_mode():
-        yield Harness()
+        yield harness
 
 
 def step(transformer: Transformer, text: bool = False, tokens: int = TOKENS) -> torch.Tensor:
@@ -262,8 +261,8 @@ def test_v_that_an_unknown_processor_copies_does_not_go_first(harness: Harness, 
     assert statuses(harness) == {UNKNOWN_V} and harness.logged == [f"Attention: {UNKNOWN_V}"]
 
 
-def test_nothing_is_wrapped_without_overlap() -> None:
-    harness = Harness(may_overlap=False)
+def test_nothing_is_wrapped_without_overlap(harness: Harness) -> None:
+    harness.layers.may_overlap, harness.layers.signatures = False, LayerSignatures(False)
     transformer = Transformer([Block(Attention(harness), mlp=True) for _ in range(2)])
     before = [dict(vars(module)) for module in transformer.modules()]
     assert steps(harness, transformer) == 2 * ["to_q", "to_v", "attend"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
@@ -124,13 +125,8 @@ def _log_sum_exp(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | No
 def _with_kernels(original: Callable) -> Callable:
     @functools.wraps(original)
     def _get_attention_function(backend: Any = None) -> Callable:
-        from xfuser.core.distributed import get_runtime_state
-        from xfuser.core.distributed.attention_backend import AttentionBackendType
-        from xfuser.model_executor.layers import usp
-
-        selected = backend or get_runtime_state().attention_backend
-        kernel = kernel_for(compute_device().type) if selected is AttentionBackendType.SDPA_FLASH else None
-        return usp.concat_joint_tensors_decorator(kernel) if kernel else original(backend=backend)
+        kernel = kernel_for(compute_device().type) if host.backend_name(backend) == "SDPA_FLASH" else None
+        return host.usp().concat_joint_tensors_decorator(kernel) if kernel else original(backend=backend)
 
     return _get_attention_function
 
@@ -138,11 +134,10 @@ def _with_kernels(original: Callable) -> Callable:
 def _select_with_lse(original: Callable) -> Callable:
     @functools.wraps(original)
     def _select_attention_backend(self: Any, engine_config: Any = None) -> Any:
-        from xfuser.core.distributed.attention_backend import AttentionBackendType
-
         if engine_config is not None and engine_config.runtime_config.attention_backend:
             return original(self, engine_config)
         has_ring = self.parallel_config.ring_degree > 1
-        return AttentionBackendType.SDPA_FLASH if has_ring else AttentionBackendType.SDPA
+        backends = type(self.attention_backend)  # in a module that newer versions of xDiT move
+        return backends.SDPA_FLASH if has_ring else backends.SDPA
 
     return _select_attention_backend

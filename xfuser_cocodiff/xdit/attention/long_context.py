@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.all_to_all import is_supported
 from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, scheduled_attention
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
 
@@ -137,9 +138,7 @@ class _AllToAll:
 
 
 def _is_ulysses(group: dist.ProcessGroup | None) -> bool:
-    from yunchang.globals import PROCESS_GROUP
-
-    return group is PROCESS_GROUP.ULYSSES_PG
+    return group is host.process_groups().ULYSSES_PG
 
 
 def _is_call_supported(

@@ -12,6 +12,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import is_captured
 from xfuser_cocodiff.xdit.session.session import Session, active
@@ -39,7 +40,10 @@ def _with_topology(original: Callable) -> Callable:
         is_traced = torch.compiler.is_compiling()  # compiled graphs use stock's
         mixes_ranks = separate_tensors and dim != 0  # each of stock's tensors then has pieces of several ranks
         is_ours = (
-            not (is_traced or mixes_ranks) and _is_sequence_group(self) and dim in range(-input_.ndim, input_.ndim)
+            not (is_traced or mixes_ranks or is_captured())
+            and dim in range(-input_.ndim, input_.ndim)
+            and active().mesh is not None
+            and self is host.sequence_group()
         )
         blocks = gather_along_topology(active(), input_, self.world_size) if is_ours else None
         if blocks is None:
@@ -47,13 +51,6 @@ def _with_topology(original: Callable) -> Callable:
         return list(blocks) if separate_tensors else torch.cat(list(blocks), dim)
 
     return all_gather
-
-
-def _is_sequence_group(group: object) -> bool:
-    """Return whether a group of xDiT's is that of all ranks that share a sequence."""
-    from xfuser.core.distributed import parallel_state
-
-    return group is parallel_state._SP and not is_captured()
 
 
 def gather_along_topology(session: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:

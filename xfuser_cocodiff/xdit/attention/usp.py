@@ -23,6 +23,7 @@ from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, sche
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.tracing import has_lossless_layer
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.graph_order import add_send_pass
@@ -148,8 +149,6 @@ def _is_supported(
 
     Depends only on values that are equal on every rank.
     """
-    from xfuser.model_executor.layers import usp
-
     mesh, tensors = session.mesh, [query, key, value]
     if arguments.joint_strategy:
         tensors.append(arguments.joint_query)
@@ -157,7 +156,7 @@ def _is_supported(
         all(tensor.ndim == 4 and tensor.dtype == query.dtype for tensor in tensors)
         and (can_pad(query, key) or all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors))
         and arguments.joint_strategy in (None, "front", "rear")
-        and not usp._ulysses_extra_inputs(arguments.attention_kwargs, query)
+        and not host.usp()._ulysses_extra_inputs(arguments.attention_kwargs, query)
         and not _communicates_in_fp8(arguments, session)
         and not _balances_heads(arguments, session)
     )
@@ -168,9 +167,7 @@ def _communicates_in_fp8(arguments: _USPArguments, session: Session) -> bool:
 
     The codecs of a lossy mode replace that once xDiT has measured the scales in a lossless run of its own.
     """
-    from xfuser.core.distributed import get_runtime_state
-
-    state = get_runtime_state().fp8_comms
+    state = host.runtime_state().fp8_comms
     module = arguments.head_balance_layer if arguments.attn_layer is None else arguments.attn_layer
     if state is None or module is None or arguments.joint_strategy:
         return False
@@ -182,14 +179,11 @@ def _communicates_in_fp8(arguments: _USPArguments, session: Session) -> bool:
 
 def _balances_heads(arguments: _USPArguments, session: Session) -> bool:
     """Return whether xDiT moves heads between ranks at each step to balance sparse attention."""
-    from xfuser.core.distributed import get_runtime_state
-    from xfuser.model_executor.layers import usp
-
-    state = get_runtime_state()
+    state = host.runtime_state()
     backend = state.attention_backend if arguments.backend is None else arguments.backend
     balances = (
         state.runtime_config.use_spargeattn_head_balance
-        and backend in usp._HEAD_BALANCE_BACKENDS
+        and backend in host.usp()._HEAD_BALANCE_BACKENDS
         and getattr(arguments.head_balance_layer, "head_perm", None) is not None
         and arguments.joint_strategy is None
     )
@@ -241,7 +235,7 @@ def _scheduled_attention(
     """
     # xDiT keeps K and V of all heads at once. In a lossless mode, a backend that quantizes would scale parts apart.
     can_split_heads = not _keeps_kv(arguments.attn_layer) and (
-        session.runtime is not None or _backend_name(arguments) in _UNQUANTIZED
+        session.runtime is not None or host.backend_name(arguments.backend) in _UNQUANTIZED
     )
     can_gather = can_split_heads and _can_gather(arguments)
     gathers_kv = can_gather and session.gathers_kv(query, key)
@@ -255,16 +249,8 @@ def _can_gather(arguments: _USPArguments) -> bool:
     attention depends on the index of a query."""
     mask = (arguments.attention_kwargs or {}).get("attn_mask")
     is_general = mask is not None and not (isinstance(mask, torch.Tensor) and set(mask.shape[-3:-1]) <= {1})
-    is_sparse = any(word in _backend_name(arguments) for word in _SPARSE)
+    is_sparse = any(word in host.backend_name(arguments.backend) for word in _SPARSE)
     return not (arguments.is_causal or is_general or is_sparse)
-
-
-def _backend_name(arguments: _USPArguments) -> str:
-    """Return the name of xDiT's attention backend of a call."""
-    from xfuser.core.distributed import get_runtime_state
-
-    backend = get_runtime_state().attention_backend if arguments.backend is None else arguments.backend
-    return getattr(backend, "name", str(backend)).upper()
 
 
 def _inputs(
@@ -304,10 +290,7 @@ def _padded(
 
 def _keeps_kv(attn_layer: Any) -> bool:
     """Return whether xDiT keeps K and V of a layer for PipeFusion. With one patch it would copy and never read them."""
-    from xfuser.core.distributed import get_runtime_state
-    from xfuser.model_executor.layers import usp
-
-    return usp._has_kv_cache(attn_layer) and get_runtime_state().num_pipeline_patch > 1
+    return host.usp()._has_kv_cache(attn_layer) and host.runtime_state().num_pipeline_patch > 1
 
 
 def _join_query(
@@ -318,12 +301,10 @@ def _join_query(
     gather: AxisPartition | None,
 ) -> torch.Tensor:
     """Return Q as USP sends it: together with the joint query, if there is one."""
-    from xfuser.model_executor.layers import usp
-
     if gather is None:  # else heads need not be divisible by the Ulysses degree
-        usp._validate_gqa_params(query, key, value, arguments.kv_head_repeat, arguments.joint_strategy)
+        host.usp()._validate_gqa_params(query, key, value, arguments.kv_head_repeat, arguments.joint_strategy)
     if arguments.joint_strategy:
-        query = usp._concat_joint_tensor(query, arguments.joint_query, arguments.joint_strategy, dim=2)
+        query = host.usp()._concat_joint_tensor(query, arguments.joint_query, arguments.joint_strategy, dim=2)
     return query
 
 
@@ -345,11 +326,8 @@ def _attention_function(
         ring_codecs: codecs of K and V in the ring; lossless when not given.
         layer: name of the layer.
     """
-    from xfuser.core.distributed import get_ring_parallel_world_size
-    from xfuser.model_executor.layers import usp
-
-    function = usp._get_attention_function(backend=arguments.backend)
-    ring_degree = get_ring_parallel_world_size()
+    function = host.usp()._get_attention_function(backend=arguments.backend)
+    ring_degree = host.ring_degree()
     joint: tuple[Any, Any] = (None, None)
     if arguments.joint_strategy:
         joint = arguments.joint_key, arguments.joint_value
@@ -357,17 +335,17 @@ def _attention_function(
             own_heads = HeadGroup(gather.fast_index, gather.num_fast)
             joint = own_heads.of(joint[0], HEADS), own_heads.of(joint[1], HEADS)
         else:
-            joint = usp._preprocess_joint_tensors(*joint)
+            joint = host.usp()._preprocess_joint_tensors(*joint)
 
     def repeat_heads(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if arguments.kv_head_repeat == 1:
             return key, value
-        return usp._repeat_kv_heads(key, value, arguments.kv_head_repeat)
+        return host.usp()._repeat_kv_heads(key, value, arguments.kv_head_repeat)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
         if _keeps_kv(arguments.attn_layer):
-            key, value = usp._update_and_get_kv_cache(key, value, arguments.attn_layer)
-        key, value = usp._trim_trailing_kv_padding(key, value, arguments.attention_kwargs)
+            key, value = host.usp()._update_and_get_kv_cache(key, value, arguments.attn_layer)
+        key, value = host.usp()._trim_trailing_kv_padding(key, value, arguments.attention_kwargs)
 
         def options(step: int) -> dict[str, Any]:
             return _function_options(arguments, joint, head_group, ring_degree, step)
@@ -382,7 +360,7 @@ def _attention_function(
         if ring:
             return ring_attention(query, key, value, attend_block, ring, layer, head_group, ring_codecs)
         if ring_degree > 1:  # xDiT's ring attention needs blocks of equal size, so padding remains
-            return usp.ring_attn(function, query, *repeat_heads(key, value), **options(0))
+            return host.usp().ring_attn(function, query, *repeat_heads(key, value), **options(0))
         key, value = drop_padding(key, value, padding)
         return function(query, *repeat_heads(key, value), **options(0))[0]
 

@@ -25,8 +25,8 @@ from xfuser_cocodiff.xdit.attention import (
     usp,
     zero_padding,
 )
-from xfuser_cocodiff.xdit.integration import flags, option_errors, ray_workers, required_internals
-from xfuser_cocodiff.xdit.patching import log
+from xfuser_cocodiff.xdit.integration import flags, option_errors, ray_workers
+from xfuser_cocodiff.xdit.patching import host, log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platforms import platform
@@ -121,23 +121,24 @@ def run(steps: int | None) -> run_tracker.Sampling:
 def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     """Return all patches for this machine."""
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
+    has_kernels = machine and machine.device_type in attention_kernels.DEVICES
     in_steps = [
         *all_to_all.patches(),
         *_of_feature("all-gathers along the topology", output_gather.patches()),
         *usp.patches(),
         *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
-        *tracker.patches(),
+        *_of_feature("runs of diffusers' pipelines, and with them lossy modes", tracker.patches()),
     ]
     return [
         *(platform.patches(machine) if machine else []),
-        *(attention_kernels.patches() if machine and machine.device_type in attention_kernels.DEVICES else []),
+        *(_of_feature("attention kernels with a log-sum-exp", attention_kernels.patches()) if has_kernels else []),
         *flags.patches(_activate_for_config),
         *_of_feature("the rank of Ray workers in logs and records", ray_workers.patches()),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *startup.patches(activate),
-        *required_internals.patches(),
+        *host.REQUIRED,
         *(replace(patch, on_activation=True) for patch in in_steps),
     ]
 

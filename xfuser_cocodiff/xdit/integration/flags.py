@@ -52,6 +52,7 @@ def patches(activate: Callable[[], list[str]]) -> list[Patch]:
             "an error where the plugin is enabled on some ranks only",
             _with_check,
             ("self", "parallel_config"),
+            feature="the check that all ranks enable the plugin",
         ),
     ]
 

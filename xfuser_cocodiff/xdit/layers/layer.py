@@ -27,6 +27,8 @@ from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerSig
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_copied, find_recipe, find_source
+from xfuser_cocodiff.xdit.patching import host
+from xfuser_cocodiff.xdit.patching.log import info_once
 
 
 @dataclass(eq=False)
@@ -37,16 +39,12 @@ class LayerContext:
     """Returns whether communication may overlap with computation at the moment."""
     send_v: Callable[[torch.Tensor, "Layer"], Handle]
     """Starts the all-to-all of a layer's V, or of its first head group where the call has several."""
-    log: Callable[[str], None]
-    """Logs a line at INFO."""
-    backend: Callable[[], str]
-    """Returns the name of xDiT's attention backend, which may change from step to step."""
     may_overlap: bool
     """Whether V may go first and an MLP may be deferred; if not, no module is wrapped."""
     signatures: LayerSignatures = field(init=False)
     """Signatures of calls so far."""
     current: "Layer | None" = field(init=False, default=None)
-    """The layer whose wrapped module runs."""
+    """The layer whose attention runs."""
 
     def __post_init__(self) -> None:
         self.signatures = LayerSignatures(self.may_overlap)
@@ -152,7 +150,7 @@ class Layer(BaseLayer):
         module = self.module
         given = named_arguments(module, args, kwargs)
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
-        self._signature = signature = self._context.signatures.of_call(module, tensors, self._context.backend())
+        self._signature = signature = self._context.signatures.of_call(module, tensors, host.backend_name())
         signature.has_parallel_mlp = self._has_parallel_mlp
         observes = not (signature.structure.refusal or signature.structure in self._v_sources)
         self.call = EagerCall(signature.schedule, signature, arguments=tensors, observes=observes)
@@ -253,4 +251,4 @@ class Layer(BaseLayer):
         structure = self.call.structure
         structure.refusal = reason
         if not structure.ready:
-            self._context.log(f"{structure.name}: {structure.status}")
+            info_once(f"{structure.name}: {structure.status}")

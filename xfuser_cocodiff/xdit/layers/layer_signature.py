@@ -112,10 +112,9 @@ class LayerSignature:
     @property
     def status(self) -> str:
         """Text for a report: whether V can go first, and which numbers of head groups are not used."""
-        if not self.unequal:
-            return self.structure.status
         numbers = ", ".join(map(str, self.unequal))
-        return f"{self.structure.status}; head groups off: {numbers} of them would not be bit-identical"
+        head_groups = f"; head groups off: {numbers} of them would not be bit-identical" if numbers else ""
+        return f"{self.structure.status}{head_groups}"
 
 
 class LayerSignatures:

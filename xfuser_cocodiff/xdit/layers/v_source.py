@@ -6,8 +6,9 @@ with the same source code.
 """
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -140,11 +141,7 @@ class Recipe:
 
 
 def find_recipe(
-    value: torch.Tensor,
-    source: Source,
-    copied: Copied | None,
-    outputs: Mapping[str, torch.Tensor],
-    num_hidden: int,
+    value: torch.Tensor, source: Source, copied: Copied | None, outputs: Mapping[str, torch.Tensor], num_hidden: int
 ) -> Recipe | None:
     """Return how V was built from outputs of projections; None where that is unknown. No values are read.
 
@@ -155,26 +152,18 @@ def find_recipe(
         outputs: of the projections that have run, by path.
         num_hidden: number of hidden states.
     """
-    recipes = _recipes(value, source, copied, outputs)
-    return next((recipe for recipe in recipes if recipe.fits(value, outputs, num_hidden)), None)
-
-
-def _recipes(
-    value: torch.Tensor, source: Source, copied: Copied | None, outputs: Mapping[str, torch.Tensor]
-) -> Iterator[Recipe]:
     _, heads, _, head_dim = value.shape
-    tokens: Tokens
-    for tokens in ("all", "first", "last"):  # some models cut off the text's V
-        yield Recipe((source.path,), source.columns, tokens, heads, head_dim)
-    if copied is None:
-        return
-    width = outputs[source.path].shape[-1] if source.columns == "all" else heads * head_dim
-    repeats = max(heads * head_dim // width, 1) if copied.repeats_heads else 1
-    if source.text_path in outputs:
-        paths = (source.text_path, source.path) if copied.text == "in front" else (source.path, source.text_path)
-        yield Recipe(paths, source.columns, "all", heads, head_dim, repeats, is_view=False)
-    for tokens in ("all", "last" if copied.text == "in front" else "first"):
-        yield Recipe((source.path,), source.columns, tokens, heads, head_dim, repeats, is_view=False)
+    of = functools.partial(Recipe, columns=source.columns, heads=heads, head_dim=head_dim)
+    recipes = [of((source.path,), tokens=tokens) for tokens in ("all", "first", "last")]  # some cut off the text's V
+    if copied:
+        is_in_front = copied.text == "in front"
+        repeats = max(heads * head_dim // outputs[source.path].shape[-1], 1) if copied.repeats_heads else 1
+        of = functools.partial(of, repeats=repeats, is_view=False)
+        if source.text_path in outputs:
+            paths = (source.text_path, source.path) if is_in_front else (source.path, source.text_path)
+            recipes.append(of(paths, tokens="all"))
+        recipes += [of((source.path,), tokens=tokens) for tokens in ("all", "last" if is_in_front else "first")]
+    return next((recipe for recipe in recipes if recipe.fits(value, outputs, num_hidden)), None)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:

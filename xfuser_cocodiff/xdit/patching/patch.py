@@ -30,8 +30,6 @@ class Patch:
     """Function that makes the replacement from the original; None if the symbol only has to exist."""
     parameters: tuple[str, ...] | None = None
     """Parameters that the original must have, in this order; None allows any."""
-    used_names: tuple[str, ...] = ()
-    """Names that the module must use: attributes that it sets, which no source declares."""
     unless_present: tuple[str, str] | None = None
     """Module and symbol of a host that needs no such patch."""
     import_context: Callable[[], AbstractContextManager[None]] | None = None
@@ -58,8 +56,7 @@ class Patch:
             return f"{self.name} does not exist"
         if self.parameters is not None and parameters != self.parameters:
             return f"{self.name} takes ({', '.join(parameters)}), expected ({', '.join(self.parameters)})"
-        unused = [name for name in self.used_names if not symbol_lookup.uses_name(self.module, name)]
-        return f"{self.module} does not use {', '.join(unused)}" if unused else None
+        return None
 
 
 @dataclass
@@ -91,8 +88,8 @@ class PatchSet:
     """Whether the plugin is activated."""
     applied: list[_AppliedPatch] = field(default_factory=list)
     """Patches that are applied, in their order."""
-    held_copies: list[tuple[weakref.ref, str, _AppliedPatch]] = field(default_factory=list)
-    """Attributes of objects other than modules that were replaced."""
+    holders: list[weakref.ref] = field(default_factory=list)
+    """Objects other than modules that may hold functions of the host as attributes."""
     is_removed: bool = False
     """Whether the set was uninstalled: modules whose import is still running get no patches any more."""
     needed: list[Patch] = field(init=False)
@@ -131,26 +128,22 @@ class PatchSet:
             self._apply_to_loaded()
         if self.is_removed:
             raise RuntimeError("CoCoDiff's patches of xDiT were removed because of an error")
-        functions = [done for done in self.applied if done.patch.on_activation and not isinstance(done.owner, type)]
-        for holder in holders:
-            for done in functions:
-                names = _replace_attributes(holder, done.original, done.replacement)
-                self.held_copies.extend((weakref.ref(holder), name, done) for name in names)
+        known = {id(each()) for each in self.holders}
+        added = [weakref.ref(holder) for holder in holders if id(holder) not in known]
+        self.holders += added
+        in_steps = [done for done in self.applied if done.patch.on_activation]
+        _replace([vars(each()) for each in added], [(done, done.original, done.replacement) for done in in_steps])
 
     def uninstall(self) -> None:
         """Restore every symbol, in reverse order, and all copies of it in modules and holders."""
         self.is_removed = True
-        for reference, name, done in self.held_copies:
-            holder = reference()
-            if holder is not None and getattr(holder, name, None) is done.replacement:
-                setattr(holder, name, done.original)
-        self.held_copies.clear()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         undone = self.applied[::-1]
         self.applied.clear()
         for done in undone:
             setattr(done.owner, done.attribute, done.original)
         self._replace_copies([(done, done.replacement, done.original) for done in undone])
+        self.holders.clear()
 
     def _apply_to_loaded(self) -> None:
         self._apply_to([sys.modules[patch.module] for patch in self.needed if patch.module in sys.modules])
@@ -197,25 +190,12 @@ class PatchSet:
         Args:
             changes: applied patches, each with the function to replace and the function that replaces it.
         """
-        in_host: dict[int, Any] = {}
-        elsewhere: dict[int, Any] = {}
-        for done, old, new in changes:
-            if isinstance(done.owner, type) or not callable(old) or old is new:
-                continue  # None and other shared values appear in modules without being copies
-            in_host[id(old)] = new
-            if done.patch.on_activation:
-                elsewhere[id(old)] = new
-        for name, module in list(sys.modules.items()) if in_host else ():
+        in_steps = [change for change in changes if change[0].patch.on_activation]
+        for name, module in list(sys.modules.items()) if changes else ():
             package = name.partition(".")[0]
-            replacements = in_host if package in ("__main__", self.package) else elsewhere
-            if not replacements or package in _WITHOUT_COPIES or not isinstance(module, ModuleType):
-                continue
-            for key, value in list(vars(module).items()):
-                new = value
-                while id(new) in replacements:  # a later patch may replace the replacement
-                    new = replacements[id(new)]
-                if new is not value:
-                    setattr(module, key, new)
+            if package not in _WITHOUT_COPIES and isinstance(module, ModuleType):
+                _replace([vars(module)], changes if package in ("__main__", self.package) else in_steps)
+        _replace([vars(holder) for each in self.holders if (holder := each()) is not None], in_steps)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as part of the import system, and have its patches applied once it has been executed."""
@@ -243,9 +223,11 @@ class PatchSet:
         loader.exec_module = exec_module
 
 
-def _replace_attributes(owner: Any, old: Any, new: Any) -> list[str]:
-    """Replace an object among the attributes of `owner` itself, and return their names."""
-    names = [name for name, value in vars(owner).items() if value is old]
-    for name in names:
-        setattr(owner, name, new)
-    return names
+def _replace(namespaces: Iterable[dict[str, Any]], changes: Sequence[tuple[_AppliedPatch, Any, Any]]) -> None:
+    """Replace functions in namespaces: for each applied patch, what to replace and by what."""
+    # None and other shared values appear in modules without being copies.
+    is_copy = {id(old): new for done, old, new in changes if callable(old) and not isinstance(done.owner, type)}
+    for namespace in namespaces if is_copy else ():
+        for key, value in list(namespace.items()):
+            while id(value) in is_copy and is_copy[id(value)] is not value:  # a later patch may replace the replacement
+                namespace[key] = value = is_copy[id(value)]

@@ -36,7 +36,8 @@ from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
-from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
+from xfuser_cocodiff.xdit.patching import host
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.runs import Runs
@@ -93,8 +94,8 @@ class Session:
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
         self.layers = Layers(
-            *(self._overlaps, self.start_value, info_once, _backend_name),
-            *(self.overlap.v_first is not False, self._counts_calls, self.runs.before_call),
+            *(self._overlaps, self.start_value, self.overlap.v_first is not False),
+            *(self._counts_calls, self.runs.before_call),
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Looked up here, since PyTorch cannot trace cached functions.
@@ -366,13 +367,6 @@ class Session:
         return UlyssesAttention(self.mesh, groups, layer.name, None, codecs, gather).start_value(value)
 
 
-def _backend_name() -> str:
-    """Return the name of xDiT's attention backend, the same on all ranks."""
-    from xfuser.core.distributed import get_runtime_state
-
-    return get_runtime_state().attention_backend.name
-
-
 def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
     """Return numbers reduced over all ranks that share a sequence; all of them must call this.
 
@@ -387,11 +381,9 @@ def all_reduce(values: list[float], operation: str, timeout: float | None = None
     Raises:
         UnresponsiveRankError: a rank does not respond.
     """
-    from xfuser.core.distributed import get_sp_group
-
-    group = get_sp_group().cpu_group
+    group = host.sequence_group().cpu_group
     # No longer than the device's collectives may take: their watchdog would end the process before a rank is named.
-    device_limit = timeout_of(get_sp_group().device_group, compute_device())
+    device_limit = timeout_of(host.sequence_group().device_group, compute_device())
     limit = timedelta(seconds=timeout) if timeout else min(timeout_of(group, devices.CPU), device_limit)
     tensor = torch.tensor(values, dtype=torch.float64)
     with failure_detection.report_failed_ranks(group, "agreement"):
@@ -410,14 +402,11 @@ _STOCK = Session()
 
 def deactivate() -> None:
     """Remove the session from xDiT's runtime state, whose communication is stock's from then on."""
-    from xfuser.core.distributed.runtime_state import _RUNTIME
-
-    if _RUNTIME is not None:
-        _RUNTIME.cocodiff = None
+    state = host.runtime_state()
+    if state is not None:
+        state.cocodiff = None
 
 
 def active() -> Session:
     """Return the session of xDiT's runtime state; one that leaves all to stock where there is none."""
-    from xfuser.core.distributed.runtime_state import _RUNTIME
-
-    return getattr(_RUNTIME, "cocodiff", None) or _STOCK
+    return getattr(host.runtime_state(), "cocodiff", None) or _STOCK

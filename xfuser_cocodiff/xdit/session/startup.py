@@ -24,6 +24,7 @@ from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_always, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
@@ -72,14 +73,13 @@ def _with_session(activate: Callable[[Any], None], original: Callable) -> Callab
         if engine_config is not None and _config_of(engine_config):
             activate(pipeline)  # again: a Ray worker has created no config
         original(pipeline, engine_config)
-        from xfuser.core.distributed.runtime_state import _RUNTIME
-
         if starts:
             begin_session()
         elif session.virtual:
             _route_attention_through_usp(pipeline)
-        if engine_config is not None and _RUNTIME is not None:
-            _RUNTIME.cocodiff = session = start_session(pipeline, engine_config) if starts else session
+        state = host.runtime_state()
+        if engine_config is not None and state is not None:
+            state.cocodiff = session = start_session(pipeline, engine_config) if starts else session
             session.origin = engine_config, _config_of(engine_config)
             session.model = type(getattr(pipeline, "transformer", None)).__name__
             session.is_compiled = engine_config.runtime_config.use_torch_compile
@@ -109,9 +109,8 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
 
 def _warn_of_inner_ring(parallel: Any) -> None:
     """Warn where an engine without the plugin has the process groups of an earlier session."""
-    from yunchang.globals import PROCESS_GROUP
-
-    if parallel.ring_degree > 1 and ring_groups.placement(PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == INNER:
+    groups = host.process_groups()
+    if parallel.ring_degree > 1 and ring_groups.placement(groups.ULYSSES_PG, groups.RING_PG) == INNER:
         warn_once(
             f"the ring has the placement --cocodiff_ring {INNER} of an earlier session, so the run is not "
             "bit-identical to stock: xDiT makes its process groups once; start a new process"
@@ -185,10 +184,8 @@ def _route_attention_through_usp(pipeline: Any) -> None:
 
 def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, values: ValueFormat) -> Session:
     """Return the session of an engine whose ranks share a sequence."""
-    from yunchang.globals import PROCESS_GROUP
-
-    group = PROCESS_GROUP.ULYSSES_PG
-    ring_group = PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
+    group = host.process_groups().ULYSSES_PG
+    ring_group = host.process_groups().RING_PG if parallel.ring_degree > 1 else None
     if ring_group and ring_groups.placement(group, ring_group) != config.ring:
         warn_once(
             f"--cocodiff_ring {config.ring} has no effect: this process already has process groups with the other "
@@ -252,8 +249,6 @@ def create_session(
         may_gather: whether layers may gather K and V along some axes; without effect beside a ring.
         values: format of the model's values, for which kernels are checked if an axis is slow; None for no check.
     """
-    from xfuser.core.distributed import get_sp_group
-
     caches = [cache or _load_cache(group, config, config.topology, {})]
     if ring_group:
         caches.append(_load_cache(ring_group, config, _ring_topology(config, ring_group), host_description.RING))
@@ -262,7 +257,7 @@ def create_session(
     try:
         setups = _set_up_all(group, ring_group, config, caches, may_gather)
         if values and any(setup.partition for setup in setups):
-            kernel_check.check(config, get_sp_group().cpu_group, values)
+            kernel_check.check(config, host.sequence_group().cpu_group, values)
     except KernelError as error:  # on every rank
         config, before = _with_pytorch_kernels(config), setups
         # The links stay as they were measured; nothing is kept of the slower kernels.
@@ -292,9 +287,7 @@ def _check_groups(session: Session, group: dist.ProcessGroup, ring_group: dist.P
 
     Once in a session is enough, since options, plans and groups stay the same.
     """
-    from xfuser.core.distributed import get_sp_group
-
-    host_group = get_sp_group().cpu_group
+    host_group = host.sequence_group().cpu_group
     for each, setup in ((group, session.comm_setup), (ring_group, session.ring_setup)):
         if each and setup:
             rank, size = dist.get_rank(each), dist.get_world_size(each)
@@ -335,10 +328,8 @@ def _set_up_all(
     Raises:
         KernelError: the codec, whose speed decides which axes are slow, fails on a rank; on every rank.
     """
-    from xfuser.core.distributed import get_sp_group
-
     kernels.use(config.kernels)
-    host_group = get_sp_group().cpu_group
+    host_group = host.sequence_group().cpu_group
     measure_codec = functools.cache(lambda: kernel_check.measure_codec(config, host_group))
     setup = _set_up(group, config.comm, caches[0], measure_codec, may_gather=may_gather and ring_group is None)
     if ring_group is None:
@@ -366,12 +357,10 @@ def _set_up(
         ulysses_mesh: of the Ulysses group beside a ring, whose comm stream both share.
         may_gather: whether layers may gather K and V along some axes.
     """
-    from xfuser.core.distributed import get_sp_group
-
     largest = functools.partial(all_reduce, operation="max", timeout=config.timeout)
     return set_up_comm(
         *(group, config, compute_device(), cache, largest, ulysses_mesh, may_gather),
-        host_group=get_sp_group().cpu_group,
+        host_group=host.sequence_group().cpu_group,
         measure_codec=measure_codec,
     )
 
@@ -384,13 +373,13 @@ def _load_cache(
     group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]
 ) -> TuningCache:
     """Return the tuning cache of a group. All Ulysses groups of a ring get the same, since they tune together."""
-    from xfuser.core.distributed import get_sp_group
-
     common = {**host_description.describe(topology, config.kernels, dist.get_backend(group)), **part}
-    if get_sp_group().world_size > dist.get_world_size(group):
+    if host.sequence_group().world_size > dist.get_world_size(group):
         common["ring"] = config.ring  # the placement decides which ranks are neighbors
     # In the group for host memory, which is gloo's whatever the backend of the device is.
-    return tuning_cache.load_shared(get_sp_group().cpu_group, common, host_description.describe_rank(), config.cache)
+    return tuning_cache.load_shared(
+        host.sequence_group().cpu_group, common, host_description.describe_rank(), config.cache
+    )
 
 
 def _runtime_of(session: Session, kernel_warning: str | None) -> CodecRuntime | None:

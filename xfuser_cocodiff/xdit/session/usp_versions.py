@@ -34,6 +34,11 @@ HELPERS = {
     "concat_joint_tensors_decorator": ("func",),
 }
 """Parameters of the functions that the reimplementation calls."""
+ATTRIBUTES = {
+    "xfuser.core.sparge_attention.head_balance": "head_perm",
+    "xfuser.core.distributed.fp8_comms": "fp8_comms_owner",
+}
+"""Attributes by which it knows calls that are left to xDiT, each with the module that sets it."""
 
 
 def digest() -> str:
@@ -45,7 +50,8 @@ def digest() -> str:
 def is_known() -> bool:
     """Return whether the installed USP is a known version; all ranks have the same one."""
     helpers = all(symbol_lookup.source_parameters(MODULE, name) == parameters for name, parameters in HELPERS.items())
-    return helpers and _digests() in DIGESTS.values()
+    attributes = all(symbol_lookup.uses_name(module, name) for module, name in ATTRIBUTES.items())
+    return helpers and attributes and _digests() in DIGESTS.values()
 
 
 def has(function: str) -> bool:

@@ -1,0 +1,85 @@
+"""What the plugin reads of xDiT while it runs, in one place, and the names that have to exist for it.
+
+The names are patches that replace nothing: one that has moved is found when the plugin is installed, rather than in the
+middle of a run. xDiT's own USP uses other names; see `session.usp_versions`.
+"""
+
+from typing import Any
+
+from xfuser_cocodiff.xdit.patching.patch import Patch
+
+STATE, GROUPS = "xfuser.core.distributed.runtime_state", "yunchang.globals"
+_C10D, _COLLECTIVES = "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"
+_ORDER = "the order of collectives in graphs"
+_VIRTUAL = "--cocodiff_virtual"
+
+REQUIRED = (
+    Patch(STATE, "_RUNTIME", "the current runtime state", None),
+    Patch(GROUPS, "PROCESS_GROUP", "Ulysses groups and rings", None),
+    Patch(
+        "xfuser.model_executor.layers.attention_processor",
+        "xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING",
+        "xDiT's attention processors, for virtual ranks",
+        None,
+        feature=_VIRTUAL,
+    ),
+    Patch(_C10D, "_get_default_store", "agreement of ranks, and failure detection", None),
+    Patch(_C10D, "_set_pg_timeout", "another timeout in benchmarks", None, feature="the timeout of benchmarks"),
+    Patch(_COLLECTIVES, "AsyncCollectiveTensor", "collectives in graphs", None),
+    Patch(_COLLECTIVES, "all_gather_tensor", "collectives in graphs", None),
+    Patch(_COLLECTIVES, "all_to_all_single", "collectives in graphs", None),
+    Patch("torch", "Tensor._base", "whether tensors are views of the same tensor", None),
+    Patch("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "ring attention on CPUs", None),
+    Patch("torch", "_C._dispatch_has_kernel_for_dispatch_key", "whether XPUs have flash attention", None),
+    Patch("torch.nn.modules.module", "Module._wrapped_call_impl", "which modules are running", None),
+    Patch("torch.nn.modules.module", "Module._compiled_call_impl", "replaced calls of modules", None),
+    Patch("torch._dynamo.symbolic_convert", "InstructionTranslator", "the layer whose call is traced", None),
+    Patch("torch._higher_order_ops.effects", "_EffectType", _ORDER, None),
+    Patch("torch._higher_order_ops.effects", "_register_effectful_op", _ORDER, None),
+    Patch("torch._inductor.config", "reorder_for_compute_comm_overlap", _ORDER, None),
+    Patch("torch.utils._pytree", "tree_map", "tensors inside the arguments of a module", None),
+    Patch("torch.autograd.profiler", "_is_profiler_enabled", "names of collectives in a trace", None),
+)
+"""Names of xDiT and PyTorch that the plugin uses without replacing them."""
+
+
+def runtime_state() -> Any:
+    """Return xDiT's runtime state, which holds the plugin's session; None before an engine has started."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    return _RUNTIME
+
+
+def backend_name(backend: Any = None) -> str:
+    """Return the name of an attention backend, such as "SDPA"; by default that of the current step, the same on all
+    ranks."""
+    backend = runtime_state().attention_backend if backend is None else backend
+    return getattr(backend, "name", str(backend)).upper()
+
+
+def sequence_group() -> Any:
+    """Return xDiT's group of all ranks that share a sequence."""
+    from xfuser.core.distributed import get_sp_group
+
+    return get_sp_group()
+
+
+def ring_degree() -> int:
+    """Return the number of ranks in a ring."""
+    from xfuser.core.distributed import get_ring_parallel_world_size
+
+    return get_ring_parallel_world_size()
+
+
+def process_groups() -> Any:
+    """Return yunchang's groups, with `ULYSSES_PG` and `RING_PG`."""
+    from yunchang.globals import PROCESS_GROUP
+
+    return PROCESS_GROUP
+
+
+def usp() -> Any:
+    """Return the module of xDiT's USP."""
+    from xfuser.model_executor.layers import usp
+
+    return usp
