@@ -283,7 +283,7 @@ def test_v_goes_first_with_any_number_of_tokens(harness: Harness, block: Callabl
         harness.events.clear()
         step(transformer, tokens=tokens)
         assert harness.events == known
-    assert len(harness.layers.signatures.structures) == 1
+    assert len({signature.structure for signature in harness.layers.signatures}) == 1
 
 
 def test_signatures_of_old_lengths_are_dropped(harness: Harness) -> None:
@@ -417,6 +417,16 @@ def test_v_that_a_processor_changes_later_raises(
         with pytest.raises(RuntimeError, match="V does not come from"):
             step(transformer)
     assert harness.sent[-1].drained_unused
+
+
+def test_a_copied_v_is_built_once_in_each_call(harness: Harness) -> None:
+    transformer, built = Transformer([Block(Attention(harness, text=True)) for _ in range(2)]), []
+    build = v_source.Recipe.build
+    with known_as(text="in front"):
+        steps(harness, transformer, text=True)
+        with mock.patch.object(v_source.Recipe, "build", lambda *given: built.append(1) or build(*given)):
+            step(transformer, text=True)
+    assert built == [1, 1]
 
 
 def test_a_module_may_be_called_twice_in_a_block(harness: Harness) -> None:

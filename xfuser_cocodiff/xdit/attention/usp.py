@@ -124,8 +124,7 @@ def _virtual_attention(
     session: Session,
 ) -> torch.Tensor:
     """Compute attention on one rank, on tensors with the compression error of many virtual ranks."""
-    session.layers.discover()
-    virtual, layer = session.virtual, session.layers.running_layer()
+    virtual, layer = session.virtual, session.layers.find_layer()
     layer_codecs = None
     if layer and not arguments.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
         session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")

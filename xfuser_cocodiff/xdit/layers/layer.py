@@ -131,8 +131,8 @@ class Layer(BaseLayer):
     def _call_module(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._context.is_active():
             return original(*args, **kwargs)
-        outer, self._context.current = self._context.current, self
         call = self.begin_call(args, kwargs)
+        outer, self._context.current = self._context.current, self
         try:
             source = self._v_source
             if source and source.inputs:
@@ -195,7 +195,7 @@ class Layer(BaseLayer):
         call.early = {path: Projection.of(self._wrappers[path].original, given) for path, given in inputs.items()}
         outputs = {path: each.output for path, each in call.early.items()}
         value = self._v_sources[call.structure].recipe.build(outputs, call.num_hidden)
-        call.v_handle, call.v_shape = self._context.send_v(value, self), value.shape
+        call.v_handle, call.v_kind = self._context.send_v(value, self), (value.shape, value.dtype)
 
     def claim_v_handle(self, value: torch.Tensor) -> Handle | None:
         """Return the handle of V's all-to-all if it has been started, given the V that reached USP; None otherwise.
@@ -212,12 +212,12 @@ class Layer(BaseLayer):
             return None
         early, recipe = call.early, self._v_sources[call.structure].recipe
         call.early = {}  # the message holds a copy
-        if value.shape != call.v_shape:  # on all ranks, since an all-to-all needs equal shapes
+        if (value.shape, value.dtype) != call.v_kind:  # on all ranks, since an all-to-all needs equal shapes
             call.v_handle.drain()
             del self._v_sources[call.structure]  # the next call shows it again
             return None
         is_intact = all(call.requested.get(path) is each and not each.is_written for path, each in early.items())
-        if not is_intact or not recipe.fits(value, call.outputs, call.num_hidden):
+        if not is_intact or (recipe.is_view and not recipe.fits(value, call.outputs, call.num_hidden)):
             call.v_handle.drain()
             raise RuntimeError(
                 f"{self.name}: V does not come from {' and '.join(recipe.paths)} as it did before; run with "
@@ -237,7 +237,7 @@ class Layer(BaseLayer):
         if found is None:
             self._refuse(f"it is not known how V is built from {source.path} here")
             return
-        names = {id(tensor): name for name, tensor in call.arguments.items()}
+        names = {id(tensor): name for name, tensor in reversed(call.arguments.items())}
         inputs = {path: names.get(id(requested[path].input), "") for path in found.paths}
         if not all(inputs.values()):
             if any(requested[path].input is not call.query_input for path in found.paths):

@@ -88,8 +88,8 @@ class EagerCall(LayerCall):
     """Projections of V that the processor has asked for, by path."""
     v_handle: Handle | None = None
     """Handle of V's all-to-all; drained at the end of the call, since an error may come before USP waits for it."""
-    v_shape: torch.Size | None = None
-    """Shape of the V that was sent."""
+    v_kind: tuple[torch.Size, torch.dtype] | None = None
+    """Shape and dtype of the V that was sent."""
 
     @property
     def structure(self) -> LayerStructure:

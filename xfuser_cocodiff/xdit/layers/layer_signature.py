@@ -137,11 +137,6 @@ class LayerSignatures:
     def __len__(self) -> int:
         return len(self._signatures)
 
-    @property
-    def structures(self) -> list[LayerStructure]:
-        """All structures so far."""
-        return list(self._structures.values())
-
     def clear(self) -> None:
         """Drop all signatures."""
         self._structures.clear()

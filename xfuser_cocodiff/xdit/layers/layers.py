@@ -43,8 +43,7 @@ class Layers(LayerContext):
         if self.current:
             yield self.current.claim_v_handle(value)
             return
-        self.discover()
-        self.current = layer = self.running_layer()
+        self.current = layer = self.find_layer()
         if layer is None:
             yield None
             return
@@ -55,8 +54,9 @@ class Layers(LayerContext):
             self.current = layer.call = None
         call.end()
 
-    def discover(self) -> None:
-        """Find all modules of the running module's class in its transformer, and wrap them from their next call on."""
+    def find_layer(self) -> Layer | None:
+        """Return the layer whose module runs. With the first one, all modules of its class in its transformer are
+        found, and wrapped from their next call on."""
         running = list(running_modules())
         # If a forward is called directly, the running module is the one around it.
         if running and not is_wrapper(running[0]) and running[0] not in self._layers:
@@ -68,6 +68,7 @@ class Layers(LayerContext):
                     self._layers[other] = layer = Layer(name, other, block, root, self)
                     if self.may_overlap:
                         layer.install()
+        return next(filter(None, map(self._layers.get, running)), None)
 
     def _root_of(self, running: Sequence[nn.Module]) -> RootModule:
         """Return the transformer of running modules, which are given innermost first."""
@@ -91,10 +92,6 @@ class Layers(LayerContext):
         layer = self._root_of(running).traced_layer(running, path)
         layer.count_call()
         return layer
-
-    def running_layer(self) -> Layer | None:
-        """Return the layer whose module runs."""
-        return next(filter(None, map(self._layers.get, running_modules())), None)
 
     def end_step(self) -> None:
         """Count branches from zero: a denoising step has ended, or a run begins."""
