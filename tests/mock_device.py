@@ -127,7 +127,7 @@ class MockKernel:
 
 
 WRITTEN = {
-    "encode_kernel": ("payload", "new_reference", "new_codes", "next_gains", "sums", "energies", "counters"),
+    "encode_kernel": ("payload", "new_reference", "new_codes", "gains", "sums", "energies", "counters"),
     "decode_kernel": ("new_reference", "new_codes", "data"),
 }
 """Arguments that each kernel writes; all other tensors are read."""
@@ -154,6 +154,8 @@ class MockDevice(TorchDispatchMode):
         """Number of launches by operation."""
         self.moved: Counter[str] = Counter()
         """Bytes that launches read and write, by operation."""
+        self.allocated: Counter[str] = Counter()
+        """Bytes that are allocated on the device, by operation."""
         self.grids: list[tuple[str, tuple[int, ...]]] = []
         """Grids of Triton kernels, in the order of their launches."""
         self._stack = contextlib.ExitStack()
@@ -222,8 +224,8 @@ class MockDevice(TorchDispatchMode):
             for name in WRITTEN:
                 kernel = MockKernel(getattr(triton_kernels, name), self)
                 stack.enter_context(mock.patch.object(triton_kernels, name, kernel))
-            counters = functools.cache(triton_kernels._counters.__wrapped__)  # those of this device
-            stack.enter_context(mock.patch.object(triton_kernels, "_counters", counters))
+            scratch = functools.cache(triton_kernels._scratch.__wrapped__)  # that of this device
+            stack.enter_context(mock.patch.object(triton_kernels, "_scratch", scratch))
             yield
 
     def launch(self, name: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
@@ -235,7 +237,8 @@ class MockDevice(TorchDispatchMode):
         self.launched[name] += 1
         self.grids.append((name, grid))
         by_name = [*arguments.items()]
-        self.moved[name] += _kernel_bytes(arguments)
+        sums = {"sums": arguments["sums"][: grid[0]]} if "sums" in arguments else {}  # memory is of the largest launch
+        self.moved[name] += _kernel_bytes(arguments | sums)
         for each in arguments.get("tensors", ()):  # of a message
             by_name += each._asdict().items()
             self.moved[name] += _kernel_bytes(each._asdict())
@@ -264,6 +267,8 @@ class MockDevice(TorchDispatchMode):
 
     def _allocate(self, agent: Agent, key: int, tensor: torch.Tensor, name: str) -> None:
         home = agent if tensor.device.type != "cpu" else self.host
+        if tensor.device.type != "cpu":
+            self.allocated[name] += tensor.untyped_storage().nbytes()
         self._memory[key] = memory = Memory(StorageWeakRef(tensor.untyped_storage()), name, home)
         self._reuse(home)
         memory.writes[home.name] = home.clock[home.name]  # uses must come after those of the previous owner

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from tests.mock_device import register_mock_device
-from xfuser_cocodiff.engine.codec import active_tokens, link_reference, quantize
+from xfuser_cocodiff.engine.codec import active_tokens, quantize
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
@@ -38,12 +38,12 @@ def make_tables() -> None:
     shifts = torch.zeros(8, dtype=torch.uint8, device=device())
     weights = {grid: torch.zeros(grid.per_unit, device=device()) for grid in quantize.GRIDS.values()}
     digits = {grid: torch.zeros(65536, grid.per_unit, device=device()) for grid in quantize.GRIDS.values()}
-    gains = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
     quantize.scale_table, quantize._weights = lambda _: scales, lambda grid, _: weights[grid]
     quantize._digits = lambda grid, _: digits[grid]
     quantize.int8_widths = quantize.int8_inverses = lambda _: scales
+    thresholds = torch.zeros(quantize.PER_OCTAVE, dtype=torch.int32, device=device())
+    quantize._int8_thresholds = lambda _: thresholds
     active_tokens._shifts = lambda _: shifts
-    link_reference._same_gain = lambda gain, links, _: gains[links]
 
 
 def group_of(stage: Stage, topology: Topology) -> SimpleNamespace:
@@ -61,17 +61,16 @@ def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream:
     return Mesh(topology, stages, PlanPolicy(lambda nbytes: parsed), comm_stream or CommStream.on(device(), staged))
 
 
-SINGLE_STAGE = "node, single stage"
 GATHERED = "node, K and V gathered"
-SLOW = ["node", "all", SINGLE_STAGE, GATHERED]
-"""The slow axes, whether coded all-to-alls are single-stage, and whether K and V are gathered instead."""
+SLOW = ["node", "all", GATHERED]
+"""The slow axes, and whether K and V are gathered along them."""
 
 
 def partition_of(slow: str, staged: bool, topology: Topology = TOPOLOGY) -> tuple[Mesh, AxisPartition]:
     """Return a mesh of nodes and GPUs, and its slow and fast axes."""
     mesh = mesh_of("hierarchical", staged, topology)
     if slow == "all":
-        return mesh, AxisPartition((0, 1), topology.shape, 0, mesh, None, 0)
+        return mesh, AxisPartition(topology.size, 1, 0, mesh, None)
     axes = [Topology.named(**{name: size}) for name, size in zip(("node", "gpu"), topology.shape, strict=True)]
     parts = [mesh_of("flat", staged, axis).as_part_of(mesh, str(axis).split("=")[0]) for axis in axes]
-    return mesh, AxisPartition((0,), topology.shape, 0, *parts, 0)
+    return mesh, AxisPartition(*topology.shape, 0, *parts)

@@ -71,7 +71,7 @@ def run_modes(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], to
         bytes_planned = sum(each.predicted for each in planned)
         assert 0.95 * bytes_planned < reports[-1].reference_bytes <= bytes_planned
         assert [report.step for report in reports] == list(range(STEPS))
-        assert run.runtime.reference_bytes == 0, "references outlive their run"
+        assert run.runtime.store.nbytes == 0, "references outlive their run"
         sent = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
         found[name] = decibels(latents, stock), sent
         assert (reports[0].error == 0) == (mode == "paper") and reports[-1].error > 0

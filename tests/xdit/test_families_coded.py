@@ -17,7 +17,7 @@ from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES, LONG_CONTEXT
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.codec.codec import LETTERS, Codec, aligned
+from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, LETTERS, Codec
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 
@@ -207,10 +207,10 @@ FEATURES = [
     "bits=1.6,warmup=0",
     "bits=1,joint=0",
     "bits=exact",
-    "exact={layer},bits=2.7",
+    "bits=2.7",
 ]
-"""Changes to a mode's schedule, with fixed bits; a model's first layer is filled in."""
-OF_PAPER = [None, "refresh=3,cached=0.8", "cached=0.2->1", "warmup=1,cached=0.4,exact={layer}"]
+"""Changes to a mode's schedule, with fixed bits."""
+OF_PAPER = [None, "refresh=3,cached=0.8", "cached=0.2->1", "warmup=1,cached=0.4"]
 """Changes to the mode `paper`."""
 
 
@@ -241,11 +241,10 @@ class Messages:
         def recorded_start(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, *more: Any) -> Any:
             partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", label.head_group)
             shapes, flags = self.exchanges.setdefault(key, ({}, []))
-            links = (partition.num_slow - 1) * (partition.num_fast if layer_codecs.single_stage else 1)
             for name, piece in zip(label.tensors, pieces, strict=True):
                 batch, *rest = piece.shape[-4:]
-                shapes[name] = (links, batch * (1 if layer_codecs.single_stage else partition.num_fast), *rest)
-            flags.append(aligned(1))
+                shapes[name] = (partition.num_slow - 1, batch * partition.num_fast, *rest)
+            flags.append(ALIGNMENT)
             return start(pieces, targets, mesh, layer_codecs, label, *more)
 
         def recorded_gather(tensors: Any, mesh: Any, label: Any, layer_codecs: Any) -> Any:
@@ -253,7 +252,7 @@ class Messages:
                 key, links = (self._step, self._call, False, label.head_group), mesh.topology.size - 1
                 shapes, flags = self.exchanges.setdefault(key, ({}, []))
                 shapes |= {name: (links, *each.shape) for name, each in zip(label.tensors, tensors, strict=True)}
-                flags.append(aligned(1))
+                flags.append(ALIGNMENT)
             return gather(tensors, mesh, label, layer_codecs)
 
         coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs
@@ -280,22 +279,16 @@ def run_features(rank: int, model: str, cases: list[Case]) -> tuple[list[BitsRun
     layers = sorted(coding.runtime.reports[0].errors)
     messages.exchanges.clear()
     for mode, feature, exchange in cases:
-        overrides = feature and feature.format(layer=layers[0])
-        latents = coding.run(mode, overrides, exchange)
+        latents = coding.run(mode, feature, exchange)
         schedule = modes.PRESETS[mode]
-        schedule = CodecSchedule.parse(overrides, schedule) if overrides else schedule
+        schedule = CodecSchedule.parse(feature, schedule) if feature else schedule
         bits = [report.bits for report in coding.runtime.reports]
         of_steps = [codecs_of(schedule, step, bits[step]) for step in range(STEPS)]
         exact_steps = [all(codec.is_exact for codec in codecs.values()) for codecs in of_steps]
-        coded_layers = [layer for layer in layers if not schedule.is_lossless_layer(layer)]
-        check_gathered(coded_layers, coding.gathered, model, BY_HEADS if mode == "paper" else exchange)
+        check_gathered(layers, coding.gathered, model, BY_HEADS if mode == "paper" else exchange)
         results = messages.expected(schedule, bits), coding.runtime.reports, latents
-        found.append((exact_steps, len(layers) - len(coded_layers), *results, coding.stock))
+        found.append((exact_steps, *results, coding.stock))
     return bits_runs, found
-
-
-TRANSFORMERS = {"Ideogram4": 2}
-"""Number of transformers in a step if there are several, whose layers have the same names."""
 
 
 def check_features(model: str, cases: list[Case]) -> None:
@@ -303,12 +296,9 @@ def check_features(model: str, cases: list[Case]) -> None:
     bits_runs, feature_runs = zip(*ranks.run(run_features, DEGREE, model, cases), strict=True)
     check_bits(model, bits_runs)
     for rank in feature_runs:
-        for case, (exact_steps, exact_layers, expected, reports, latents, stock) in zip(cases, rank, strict=True):
+        for case, (exact_steps, expected, reports, latents, stock) in zip(cases, rank, strict=True):
             for report, is_exact, (sent, exact) in zip(reports, exact_steps, expected, strict=True):
-                lossless_bytes = report.exact_bytes - exact  # of lossless layers
-                assert report.sent_bytes == sent + lossless_bytes, (case, report)
-                assert (lossless_bytes > 0) == (exact_layers > 0), (case, report)
-                assert report.exact_layers == exact_layers * TRANSFORMERS.get(model, 1), (case, report)
+                assert (report.sent_bytes, report.exact_bytes, report.exact_layers) == (sent, exact, 0), (case, report)
                 assert report.repeated == 0 and len(report.errors) == CODED[model].layers, (case, report)
                 # Tokens that were sent long ago may be unrelated: an error of root two, or more if extrapolated.
                 assert report.error < (1e-9 if is_exact else 2), (case, report)

@@ -49,10 +49,10 @@ class SmallRuns:
                 velocities = [self.small.velocity(latents, time) for _ in range(branches)]
                 latents = latents - velocities[0] / STEPS
                 if step == STEPS - 1:
-                    planned.append(self.runtime.planned_reference_bytes)
+                    planned.append(self.runtime.store.planned_bytes)
                 run.step()
                 if step < STEPS - 1:
-                    planned.append(self.runtime.planned_reference_bytes)
+                    planned.append(self.runtime.store.planned_bytes)
         self.latents = latents
         return planned, [report.reference_bytes for report in self.runtime.reports]
 
@@ -125,7 +125,7 @@ def run_by_free_memory(rank: int) -> tuple[int, int, float]:
     full, free = runs.latents, sizes[-1] * (1.0, 0.2)[rank]
     full_bytes = sum(report.sent_bytes for report in runs.runtime.reports)
     reference_memory.default_budget = lambda memory, *_: memory.free  # the reserve would be all of a small model
-    runs.runtime._device_memory = lambda: DeviceMemory(free, 0)
+    runs.runtime.store._device_memory = lambda: DeviceMemory(free, 0)
     runs.run()
     sent_bytes = sum(report.sent_bytes for report in runs.runtime.reports)
     return full_bytes, sent_bytes, decibels(runs.latents, full)

@@ -150,35 +150,6 @@ def test_two_compiled_layers_equal_eager_mode(plan: Plan) -> None:
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
 
 
-def run_with_lossless_layers(rank: int, name: str, by_blocks: bool) -> list[set[str]]:
-    """Return the layers that gather K and V where one is lossless by the schedule: in eager mode and compiled."""
-    layers, found = TwoLayers(rank, depth=3), []
-    for is_compiled in (False, True):
-        session = use_config(layers.group, config_of("balanced", plan=GATHERED, schedule=f"exact={name}"))
-        blocks = [*layers.transformer.transformer_blocks, *layers.transformer.single_transformer_blocks]
-        if is_compiled:
-            for module in blocks if by_blocks else [layers.transformer]:
-                module.compile(backend="aot_eager")
-        layers.run(session)  # in which layers are detected
-        layers.run(session)
-        found.append(set(layers.gathering))
-        assert len(session.runtime.reports[-1].errors) == len(blocks)
-        assert session.runtime.reports[-1].exact_layers == 1
-        session.close()
-    return found
-
-
-@pytest.mark.slow  # test_two_compiled_layers_equal_eager_mode is quick
-@pytest.mark.parametrize("by_blocks", [False, True])
-def test_lossless_layers_keep_heads_in_graphs(by_blocks: bool) -> None:
-    """Blocks of one class share a graph, which has heads for all of them."""
-    lossless = "single_transformer_blocks.1"
-    for eager, compiled in ranks.run(run_with_lossless_layers, 2, lossless, by_blocks):
-        assert eager and f"{lossless}.attn" not in eager
-        kept = {layer for layer in eager if not (by_blocks and layer.startswith("single"))}
-        assert compiled == kept and kept
-
-
 def run_compiled_exactly(rank: int) -> tuple[bool, list[str]]:
     """Return whether a compiled transformer gives stock's bits with a plan that gathers, and the gathers."""
     layers = TwoLayers(rank)

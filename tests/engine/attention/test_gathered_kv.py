@@ -118,7 +118,7 @@ def run_coded(
         ulysses = UlyssesAttention(mesh, early_value=early, layer_codecs=codecs, gather=gather)
         output = ulysses.run(q, k, v, attend)
         errors.append(((output - exact).norm() / exact.norm()).item())
-        planned = runtime.planned_reference_bytes
+        planned = runtime.store.planned_bytes
         runtime.end_step()
     return (
         errors,

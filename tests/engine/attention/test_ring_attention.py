@@ -126,7 +126,7 @@ def run_coded(
         blocks = [[part(name, other, step) for other in range(topology.size)] for name in "kv"]
         exact = functional.scaled_dot_product_attention(query, *(torch.cat(each, 2) for each in blocks))
         errors.append(((output - exact).norm() / exact.norm()).item())
-        planned = runtime.planned_reference_bytes
+        planned = runtime.store.planned_bytes
         runtime.end_step()
     return errors, runtime.reports, planned, dict(ring.mesh.traffic.sent_bytes)
 
@@ -134,9 +134,7 @@ def run_coded(
 QUICK = [("2x2", ("node",))]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "slow"), slow_but(QUICK, [*QUICK, ("gpu=4", ("gpu",)), ("2x2x2", ("node", "gpu")), ("2x2", ("gpu",))])
-)
+@pytest.mark.parametrize(("sizes", "slow"), slow_but(QUICK, [*QUICK, ("gpu=4", ("gpu",)), ("2x2x2", ("node", "gpu"))]))
 def test_blocks_are_encoded_once_for_all_receivers(sizes: str, slow: tuple[str, ...]) -> None:
     topology = Topology.parse(sizes)
     num_slow = math.prod(axis.size for axis in topology.axes if axis.name in slow)

@@ -20,7 +20,7 @@ def test_figures_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[list[MessagePart]] = []
     timed_calls: list[int] = []
     encode = kernels.encode
-    monkeypatch.setattr(kernels, "encode", lambda given: parts.append(given) or encode(given))
+    monkeypatch.setattr(kernels, "encode", lambda given, energies: parts.append(given) or encode(given, energies))
 
     def seconds(work: Callable[[], object], calls: int) -> float:
         parts.clear()

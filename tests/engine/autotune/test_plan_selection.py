@@ -71,7 +71,7 @@ def test_traced_resharding_equals_eager_resharding() -> None:
         assert eager
 
 
-def slow_axes_of_groups(rank: int) -> tuple[list[str], list]:
+def slow_axes_of_groups(rank: int) -> tuple[list[str], list[str]]:
     """Return the slow axes of this rank's profile and those in use; each half of the ranks has another profile."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
@@ -84,7 +84,7 @@ def slow_axes_of_groups(rank: int) -> tuple[list[str], list]:
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
     setup = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), max_over_all)
-    return list(profile.slow_axes), [setup.partition.slow_indices, setup.partition.num_slow]
+    return list(profile.slow_axes), list(setup.partition.slow_axis_names)
 
 
 def test_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:

@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.codec.quantize import GRIDS, level_bytes
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.codec.rows import (
-    GAIN_BYTES,
     GAIN_STEPS,
-    EncodeResult,
     Int8Rows,
     MessagePart,
+    PayloadLayout,
     Prediction,
     num_links,
     remote_slots,
@@ -23,15 +22,20 @@ HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_a
 DEVICE = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
 FIRST, SECOND, MIDDLE = range(1), range(1, 2), range(1, 3)
 """Slots of this rank, among three or four."""
-KEYFRAME, REFERENCE, EXTRAPOLATED = KINDS = ("keyframe", "reference", "extrapolated")
-"""Predictions: zeros, the reference, and the reference with a part of its last change."""
+KEYFRAME, REFERENCE, STARTED, EXTRAPOLATED = KINDS = ("keyframe", "reference", "started", "extrapolated")
+"""Predictions: zeros, the reference, the same with a gain that has no last change yet, and the reference with a part of
+its last change."""
 
 
 class Encoded(NamedTuple):
-    """A part, whose payload is written, and the result of encoding it."""
+    """A part that has been encoded."""
 
     part: MessagePart
-    result: EncodeResult
+    """The part, whose payload and new reference are written; its gains are those that were encoded with."""
+    energies: torch.Tensor
+    """Energies of error and values, float32 (2)."""
+    gains: torch.Tensor | None
+    """Gains after encoding."""
 
 
 class Case:
@@ -59,11 +63,18 @@ class Case:
 
     def prediction(self, kind: str, gain: float = 0.5) -> Prediction:
         """Return a prediction, with another gain for each link."""
-        if kind == KEYFRAME:
-            return Prediction()
+        if kind in (KEYFRAME, REFERENCE):
+            return Prediction(None if kind == KEYFRAME else Int8Rows.of(self.reference))
         gains = (GAIN_STEPS * gain / (1 + torch.arange(self.shape[0], device=DEVICE))).to(torch.uint8)
         previous = Int8Rows.of(self.previous) if kind == EXTRAPOLATED else None
         return Prediction(Int8Rows.of(self.reference), previous, gains)
+
+    def memory(self) -> Int8Rows:
+        """Return memory for a reference, which holds something else."""
+        memory = Int8Rows.empty(self.shape[0], *rows_of(self.shape), DEVICE)
+        for tensor in memory:
+            tensor.fill_(0x5A)
+        return memory
 
     def plus_base(self) -> torch.Tensor:
         """Return values whose difference to the base is the case's values, up to rounding; local slots hold NaN."""
@@ -75,37 +86,38 @@ class Case:
         """Return the slots of other ranks."""
         return remote_slots(values, self.local_slots)
 
-    def part(self, prediction: Prediction, bits: float, sends_gain: bool = False, **more: torch.Tensor) -> MessagePart:
+    def part(self, prediction: Prediction, bits: float, **more: torch.Tensor) -> MessagePart:
         """Return a part whose payload lies between other bytes."""
-        rows, size = rows_of(self.shape)
-        num_bytes = level_bytes(bits, rows, size) + rows + GAIN_BYTES * sends_gain
+        num_bytes = PayloadLayout.of(bits, *rows_of(self.shape), prediction.gains is not None).size
         wide = torch.full((len(self.values), -(-num_bytes // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
-        how = prediction, bits, wide[:, 8 : 8 + num_bytes], self.local_slots, sends_gain, more.get("base")
+        how = prediction, bits, wide[:, 8 : 8 + num_bytes], self.memory(), self.local_slots, more.get("base")
         return MessagePart(more.get("values", self.values), *how)
 
     def encoded(self, kernel: ModuleType, part: MessagePart) -> Encoded:
-        """Encode a part, and check that bytes around its payload stay unchanged."""
+        """Encode a part, and check that memory around its payload and its energies stays unchanged."""
         wide = torch.as_strided(part.payload, (len(self.values), part.payload.stride(0)), part.payload.stride(), 0)
-        [result] = kernel.encode([part])
+        gains = None if part.prediction.gains is None else part.prediction.gains.clone()
+        energies = torch.full((2, 2), -1.0, device=DEVICE)
+        kernel.encode([part._replace(prediction=part.prediction._replace(gains=gains))], energies[:1])
         assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + part.payload.shape[1] :] == 0xA5).all()
         assert all((wide[slot] == 0xA5).all() for slot in self.local_slots or ())
-        return Encoded(part, result)
+        assert (energies[1] == -1).all()
+        return Encoded(part, energies[0], gains)
 
     def decoded(self, kernel: ModuleType, part: MessagePart, base: torch.Tensor | None = None) -> torch.Tensor:
-        """Decode a part into a new target (P, G, H, T, D), check the reference against the sender's, and return it."""
-        target = torch.zeros_like(self.values)
-        [rows] = kernel.decode([part._replace(values=target, base=base)])
+        """Decode a part into a new target (P, G, H, T, D), which is returned, and check the new reference."""
+        target, memory = torch.zeros_like(self.values), self.memory()
+        kernel.decode([part._replace(values=target, base=base, new_reference=memory)])
         assert not any(target[slot].any() for slot in self.local_slots or ())
-        self.new_reference = rows
+        assert same_reference(memory, part.new_reference)
         return target
 
 
 def sections(case: Case, part: MessagePart) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the levels (L, R, N) and scales (L, R) of a part's payload."""
     rows, size = rows_of(case.shape)
-    levels, scales = case.remote(part.payload)[:, : level_bytes(part.bits, rows, size) + rows].split(
-        [level_bytes(part.bits, rows, size), rows], 1
-    )
+    layout = PayloadLayout.of(part.bits, rows, size, part.sends_gain)
+    levels, scales, _ = case.remote(part.payload).tensor_split([layout.scales, layout.gain], 1)
     grid = GRIDS[part.bits]
     units = levels.contiguous().view(torch.int16).int().bitwise_and(0xFFFF).unflatten(1, (-1, size))
     digits = [units // grid.levels**digit % grid.levels for digit in range(grid.per_unit)]

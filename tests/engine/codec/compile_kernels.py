@@ -77,14 +77,14 @@ class Compiler:
     def run(self, dtype: torch.dtype, kind: str, number: int, based: bool) -> Iterator[dict]:
         """Yield what is known of the kernels of a message."""
         case, bits = Case(dtype, range(1), dim=HEAD_DIM, tokens=TOKENS), 2
-        part = case.part(case.prediction(kind), bits, kind == EXTRAPOLATED, **({"base": case.base} if based else {}))
+        part = case.part(case.prediction(kind), bits, **({"base": case.base} if based else {}))
         size = part.payload.shape[1]
         parts = [
             part._replace(payload=torch.empty(3, -(-size // 64) * 64, dtype=torch.uint8)[:, :size])
             for _ in range(number)
         ]
         self.compiled.clear()
-        triton_kernels.encode(parts)
+        triton_kernels.encode(parts, torch.empty(number, 2))
         triton_kernels.decode(parts)
         for kernel in self.compiled.values():
             found = {"type": str(dtype), "kind": kind, "base": based}

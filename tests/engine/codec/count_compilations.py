@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 import torch
 import triton
 
+from tests.coded_layers import layer_codecs
 from tests.engine.codec.launches import KERNELS, as_on_accelerators, self_check, set_target
 from xfuser_cocodiff.engine.codec import triton_kernels
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.loopback import Loopback
 from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 
 SHAPES = (  # slots, groups, heads, tokens, head dim
     (2, 4, 3, 144, 128),
@@ -51,16 +52,15 @@ class CountedKernel:
         return lambda *values, **options: self._kernel.warmup(*values, grid=grid, **options)
 
 
-def send(layer: Loopback, values: Mapping[str, torch.Tensor], codecs: Mapping, step: int) -> None:
+def send(layer: Loopback, values: Mapping[str, torch.Tensor], codecs: Mapping, step: int, errors: StepErrors) -> None:
     """Send a step of a layer on the second coordinate, or the values of a gather."""
     leader = layer.leader and layer.leader.link_states
-    keeps = bool(layer.joint) and leader is None
-    how = {"step": step, "joint": layer.joint, "leader": leader, "keeps_values": keeps}
-    layer_codecs = LayerCodecs(None, codecs, layer.link_states, CodecStats(), **how)
+    how = {"is_joint": layer.is_joint, "leader": leader, "keeps_values": layer.is_joint and leader is None}
+    of_layer = layer_codecs(None, codecs, layer.link_states, step=step, errors=errors, **how)
     for names in layer.messages:
         tensors, copies = [values[name] for name in names], len(values[names[0]]) - 1 if names == "kv" else None
         sent = [tensor[:1] for tensor in tensors] if copies else tensors
-        coded = Message(Label(names), sent, layer_codecs, range(1, 2), copies=copies)
+        coded = Message(Label(names), sent, of_layer, range(1, 2), copies=copies)
         received = coded.encode().expand(len(tensors[0]), -1).contiguous()
         coded.decode(received, tensors, lambda buffer: buffer)
 
@@ -68,12 +68,13 @@ def send(layer: Loopback, values: Mapping[str, torch.Tensor], codecs: Mapping, s
 def run(mode: str, bits: tuple[float, ...], is_guided: bool, messages: tuple[str, ...], shape: tuple[int, ...]) -> None:
     """Run the first steps of a run with a layer of each branch, at the bits that rate control might choose."""
     schedule, total = modes.PRESETS[mode], 50
-    leading = Loopback(messages, schedule.joint if is_guided else 0.0)
-    branches = [leading, Loopback(messages, schedule.joint, leading)][: 1 + is_guided]
+    leading = Loopback(messages, bool(schedule.joint) and is_guided)
+    branches = [leading, Loopback(messages, bool(schedule.joint), leading)][: 1 + is_guided]
+    errors = StepErrors()
     values = {name: torch.empty(shape, dtype=torch.bfloat16) for name in "qkvo"}
     for step in range(STEPS):
         for branch in branches:
-            send(branch, values, schedule.codecs(step, total, bits[step]), step)
+            send(branch, values, schedule.codecs(step, total, bits[step]), step, errors)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.engine.codec import coded_tensor, rows
 from xfuser_cocodiff.engine.codec.active_tokens import pack_active, select_tokens, unpack_active
-from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, section_bytes
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, message_layout
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 
@@ -38,15 +38,15 @@ class Link:
     def send(self, values: torch.Tensor, codec: Codec) -> torch.Tensor:
         """Return values as the receiver decodes them, from the sections of a message only."""
         links, groups, _, tokens, _ = values.shape
-        mask_bytes, payload_bytes = section_bytes(codec, "v", values.shape, values.dtype)
+        layout = message_layout((("v", codec, values.shape),), values.dtype)
+        [(mask, payload)] = layout.sections(torch.empty(links, layout.nbytes, dtype=torch.uint8))
         active = received_active = None
         if codec.selects_tokens:
             active = select_tokens(values, self.sent, codec)
-            mask = torch.empty(links, mask_bytes, dtype=torch.uint8)
             pack_active(active, mask)
             received_active = unpack_active(mask, groups, tokens, codec.num_active(tokens))
-        payload = torch.empty(links, payload_bytes, dtype=torch.uint8)
-        coded_tensor.encode([coded_tensor.CodedTensor(values, self.sent, codec, active, payload)])
+        energies = torch.empty(1, 2)
+        coded_tensor.encode([coded_tensor.CodedTensor(values, self.sent, codec, active, payload)], energies)
         received = torch.empty_like(values)
         coded_tensor.decode([coded_tensor.CodedTensor(received, self.received, codec, received_active, payload)])
         assert self.has_equal_ends
@@ -150,7 +150,7 @@ def test_error_is_that_of_the_distortion(bits: float) -> None:
 def test_both_ends_agree_after_steps_that_send_nothing() -> None:
     """As at the end of V-Major's runs: the receiver uses the reference."""
     link, silent = Link(is_exact=True), Codec(token_fraction=0.0)
-    assert section_bytes(silent, "v", SHAPE, torch.float32) == (0, 0)
+    assert silent.payload_bytes(SHAPE, torch.float32) == 0
     for step, values in enumerate(random_walk(steps=20)):
         codec = EXACT if not step else silent if 8 <= step < 12 else SELECTING
         before = link.received.values if step else None
@@ -163,11 +163,12 @@ def test_error_of_unsent_values_is_reported() -> None:
     link, (first, second) = Link(is_exact=True), random_walk(steps=2)
     link.send(first, EXACT)
     nothing = torch.empty(len(second), 0, dtype=torch.uint8)
-    [error] = coded_tensor.encode(
-        [coded_tensor.CodedTensor(second, link.sent, Codec(token_fraction=0.0), None, nothing)]
+    energies = torch.empty(1, 2)
+    coded_tensor.encode(
+        [coded_tensor.CodedTensor(second, link.sent, Codec(token_fraction=0.0), None, nothing)], energies
     )
-    assert error.error_energy.item() == pytest.approx((second - first).square().sum().item(), rel=1e-5)
-    assert error.value_energy.item() == pytest.approx(second.square().sum().item(), rel=1e-5)
+    expected = [each.square().sum().item() for each in (second - first, second)]
+    assert energies[0].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_active_tokens_are_those_that_have_changed_most() -> None:
@@ -239,7 +240,22 @@ def test_gains_are_estimated(pace: float, gain: float) -> None:
         values, change = values + change, pace * change
     found = link.sent.gains / rows.GAIN_STEPS
     assert found.tolist() == pytest.approx([gain, 0.25], abs=0.04)
-    assert link.received.gains is None  # every message carries the gain
+    # Every message carries the gain.
+    assert (link.received.gains == rows.GAIN_STEPS // 2).all()
+
+
+def test_references_that_are_written_in_place_are_those_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any change of codec from step to step."""
+    steps = [KEYFRAME, Codec(4), *[Codec(2, predicts=True)] * 4, Codec(8), KEYFRAME, Codec(2, predicts=True), EXACT]
+    course = random_walk(steps=2 * len(steps))
+
+    def received() -> list[torch.Tensor]:
+        link = Link()
+        return [link.send(values, codec) for values, codec in zip(course, 2 * steps, strict=True)]
+
+    found = received()
+    monkeypatch.setattr(LinkReference, "memory", lambda _, shape, *__: rows.Int8Rows.of(torch.ones(shape)))
+    assert all(map(torch.equal, found, received()))
 
 
 def test_prediction_is_better_on_lines_and_no_worse_on_noise() -> None:

@@ -12,11 +12,11 @@ from tests.engine.codec.case import (
     DEVICE,
     EXTRAPOLATED,
     FIRST,
-    KEYFRAME,
     KINDS,
     MIDDLE,
     REFERENCE,
     SECOND,
+    STARTED,
     Case,
     assert_equal_up_to_scales,
     same_reference,
@@ -38,25 +38,25 @@ LOCAL_SLOTS = None, FIRST, SECOND, MIDDLE
 
 
 @pytest.mark.parametrize(
-    ("dtype", "local_slots", "bits", "kind", "has_base", "sends_gain"),
-    pairwise(itertools.product(DTYPES, LOCAL_SLOTS, GRIDS, KINDS, (False, True), (False, True))),
+    ("dtype", "local_slots", "bits", "kind", "has_base"),
+    pairwise(itertools.product(DTYPES, LOCAL_SLOTS, GRIDS, KINDS, (False, True))),
     ids=str,
 )
-def test_backends_agree(triton_kernels, dtype, local_slots, bits, kind, has_base, sends_gain) -> None:
+def test_backends_agree(triton_kernels, dtype, local_slots, bits, kind, has_base) -> None:
     case = Case(dtype, local_slots, slots=3 + (local_slots == MIDDLE))
-    prediction, sends_gain = case.prediction(kind), sends_gain and kind != KEYFRAME
+    prediction = case.prediction(kind)
     more = {"values": case.plus_base(), "base": case.base} if has_base else {}
     backends = triton_kernels, torch_kernels
-    found, plain = (case.encoded(each, case.part(prediction, bits, sends_gain, **more)) for each in backends)
+    found, plain = (case.encoded(each, case.part(prediction, bits, **more)) for each in backends)
     assert_equal_up_to_scales(case, found, plain)
-    torch.testing.assert_close(found.result.error_energy, plain.result.error_energy, rtol=1e-2, atol=1e-3)
-    torch.testing.assert_close(found.result.value_energy, plain.result.value_energy, rtol=1e-3, atol=0)
+    for index, (rtol, atol) in enumerate(((1e-2, 1e-3), (1e-3, 0))):
+        torch.testing.assert_close(found.energies[index], plain.energies[index], rtol=rtol, atol=atol)
     if kind == EXTRAPOLATED:
-        assert (found.result.gains.int() - plain.result.gains.int()).abs().max() <= 1  # sums in another order
-    else:
-        assert found.result.gains is plain.result.gains is None
-    for part, result in (found, plain):
-        if sends_gain:  # the receiver reads the gain from the payload, and ignores its own
+        assert (found.gains.int() - plain.gains.int()).abs().max() <= 1  # sums in another order
+    elif kind == STARTED:
+        assert torch.equal(found.gains, prediction.gains) and torch.equal(plain.gains, prediction.gains)
+    for part, *_ in (found, plain):
+        if part.sends_gain:  # the receiver reads the gain from the payload, and ignores its own
             assert torch.equal(case.remote(part.payload)[:, -GAIN_BYTES], prediction.gains)
             part = part._replace(prediction=prediction._replace(gains=torch.full_like(prediction.gains, 3)))
         # The receiver adds what it has, which is not what the sender has subtracted.
@@ -64,7 +64,6 @@ def test_backends_agree(triton_kernels, dtype, local_slots, bits, kind, has_base
         targets = []
         for each in backends:
             targets.append(case.decoded(each, part, received))
-            assert same_reference(case.new_reference, result.reference)
         assert torch.equal(*targets) and case.remote(targets[0]).any()
 
 
@@ -109,17 +108,16 @@ def test_what_is_decoded_is_what_float64_arithmetic_gives(request, backend, dtyp
     error = (target - base - expected).abs()
     wrong = error > rounding * (1 + target.abs())  # a scale or a residual on a boundary, within rounding
     assert wrong.double().mean() < 0.01
-    held = in_float64(encoded.result.reference)  # in 8 bits
+    held = in_float64(encoded.part.new_reference)  # in 8 bits
     assert ((held - expected).abs() <= 1.13 * expected.abs().amax(-1, keepdim=True) / 127 / 2 + 1e-6)[~wrong].all()
-    error_energy = (coded - expected).square().sum()
-    torch.testing.assert_close(encoded.result.error_energy.double().squeeze(), error_energy, rtol=2e-2, atol=1e-6)
-    value_energy = encoded.result.value_energy.double().squeeze()
+    error_energy, value_energy = encoded.energies.double()
+    torch.testing.assert_close(error_energy, (coded - expected).square().sum(), rtol=2e-2, atol=1e-6)
     torch.testing.assert_close(value_energy, exact.square().sum(), rtol=1e-3, atol=0)
     if kind == EXTRAPOLATED:
         stride = sample_stride(case.shape[3])
         moved, changed = ((coded - reference)[..., ::stride, :], change[..., ::stride, :])
         wanted = ((moved * changed).sum((1, 2, 3, 4)) / changed.square().sum((1, 2, 3, 4)) * GAIN_STEPS).round()
-        assert (encoded.result.gains.double() - wanted.clamp(0, GAIN_STEPS)).abs().max() <= 1
+        assert (encoded.gains.double() - wanted.clamp(0, GAIN_STEPS)).abs().max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,32 @@ def test_backends_agree_for_any_head_dim_and_number_of_tokens(triton_kernels, di
     )
     assert_equal_up_to_scales(case, found, plain)
     case.decoded(triton_kernels, found.part)
-    assert same_reference(case.new_reference, found.result.reference)
+
+
+@pytest.mark.parametrize("backend", [kernels.TRITON, kernels.TORCH])
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(REFERENCE, "reference"), (STARTED, "reference"), (EXTRAPOLATED, "reference"), (EXTRAPOLATED, "previous")],
+)
+def test_a_reference_may_be_written_in_place(request, backend, kind, field) -> None:
+    """At both ends, over the reference or the previous one, with tiles that are not full."""
+    kernel = torch_kernels if backend == kernels.TORCH else request.getfixturevalue("triton_kernels")
+    case = Case(torch.bfloat16, MIDDLE, slots=4, tokens=41)
+    for bits in (8, 1.6):
+        expected = case.encoded(kernel, case.part(case.prediction(kind), bits, base=case.base))
+        target = case.decoded(kernel, expected.part, case.base)
+        predictions = case.prediction(kind), case.prediction(kind)
+        sent, received = (
+            case.part(each, bits, base=case.base)._replace(new_reference=getattr(each, field)) for each in predictions
+        )
+        energies, found = torch.empty(1, 2, device=DEVICE), torch.zeros_like(target)
+        kernel.encode([sent], energies)
+        kernel.decode([received._replace(values=found, payload=sent.payload)])
+        for part in (sent, received):
+            assert same_reference(part.new_reference, expected.part.new_reference)
+        assert torch.equal(case.remote(sent.payload), case.remote(expected.part.payload))
+        assert torch.equal(found, target) and torch.equal(energies[0], expected.energies)
+        assert kind == REFERENCE or torch.equal(sent.prediction.gains, expected.gains)
 
 
 def test_gains_are_between_0_and_1(triton_kernels) -> None:
@@ -146,8 +169,8 @@ def test_gains_are_between_0_and_1(triton_kernels) -> None:
     moved = case.reference + factors * (case.reference - case.previous)
     write_remote_slots(case.values, moved, SECOND)
     for kernel in (triton_kernels, torch_kernels):
-        encoded = case.encoded(kernel, case.part(case.prediction(EXTRAPOLATED), 4, sends_gain=True))
-        assert encoded.result.gains.tolist() == [GAIN_STEPS, 0]
+        encoded = case.encoded(kernel, case.part(case.prediction(EXTRAPOLATED), 4))
+        assert encoded.gains.tolist() == [GAIN_STEPS, 0]
 
 
 def test_targets_and_bases_may_have_any_strides(triton_kernels) -> None:
@@ -158,11 +181,11 @@ def test_targets_and_bases_may_have_any_strides(triton_kernels) -> None:
     for kernel in (triton_kernels, torch_kernels):
         found = []
         for base in (case.base.contiguous(), case.base, across, apart.copy_(case.base)):
-            part, result = case.encoded(kernel, case.part(prediction, 2, values=values, base=base))
+            part, *_ = case.encoded(kernel, case.part(prediction, 2, values=values, base=base))
             target = torch.zeros_like(case.values.transpose(3, 4)).transpose(3, 4)
-            kernel.decode([part._replace(values=target, base=base)])
+            kernel.decode([part._replace(values=target, base=base, new_reference=case.memory())])
             assert not target[0].any()
-            found.append((case.remote(part.payload), *result.reference, target))
+            found.append((case.remote(part.payload), *part.new_reference, target))
         assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
 
@@ -171,11 +194,11 @@ def test_not_finite_values_affect_their_row_only_and_the_energies(triton_kernels
     case = Case(torch.float32, None, dim=64)
     case.values[1, 0, 2, 4, 3] = bad
     for kernel in (triton_kernels, torch_kernels):
-        part, result = case.encoded(kernel, case.part(case.prediction(REFERENCE), bits))
-        assert not result.error_energy.isfinite() and not result.value_energy.isfinite()
+        part, energies, _ = case.encoded(kernel, case.part(case.prediction(REFERENCE), bits))
+        assert not energies.isfinite().any()
         wrong = ~case.decoded(kernel, part).isfinite().all(-1)
         assert wrong.sum() == 1 and wrong[1, 0, 2, 4]
-        assert torch.equal(~result.reference.values.isfinite().all(-1), in_rows(wrong[..., None])[..., 0])
+        assert torch.equal(~part.new_reference.values.isfinite().all(-1), in_rows(wrong[..., None])[..., 0])
 
 
 def test_zero_and_tiny_residuals_leave_the_reference(triton_kernels) -> None:
@@ -184,10 +207,10 @@ def test_zero_and_tiny_residuals_leave_the_reference(triton_kernels) -> None:
     held = prediction.reference.values.view(case.shape)
     for values in (held.clone(), held + 1e-30):
         for kernel in (triton_kernels, torch_kernels):
-            part, result = case.encoded(kernel, case.part(prediction, 4, values=values))
+            part, *_ = case.encoded(kernel, case.part(prediction, 4, values=values))
             assert torch.equal(case.decoded(kernel, part), held)
             rounding = prediction.reference.values.abs().amax(-1, keepdim=True) * 1.13 / 127 / 2
-            assert ((result.reference.values - prediction.reference.values).abs() <= rounding).all()
+            assert ((part.new_reference.values - prediction.reference.values).abs() <= rounding).all()
 
 
 def test_a_base_that_does_not_fit_is_refused() -> None:
@@ -195,6 +218,6 @@ def test_a_base_that_does_not_fit_is_refused() -> None:
     in_slots = torch.zeros(3, *case.base.shape[1:], device=DEVICE)
     for base in (in_slots, case.base.double()):
         part = case.part(case.prediction(REFERENCE), 2, base=base)
-        for kernel in (kernels.encode, kernels.decode):
+        for kernel in (lambda part: kernels.encode([part], torch.empty(1, 2)), lambda part: kernels.decode([part])):
             with pytest.raises(ValueError, match="a base of"):
-                kernel([part])
+                kernel(part)

@@ -13,10 +13,10 @@ from xfuser_cocodiff.engine.codec.torch_kernels import predict
 SHAPE = 1, 1, 1, 8, 16
 
 
-def advance(reference: LinkReference, value: float, weight: float = 0.0) -> None:
+def advance(reference: LinkReference, value: float, is_difference: bool) -> None:
     """Replace the reference by a constant, as a kernel would."""
     values = torch.full(SHAPE, value)
-    reference.advance_rows(Int8Rows.of(values), SHAPE, values.dtype, keeps_previous=True, weight=weight)
+    reference.advance_rows(Int8Rows.of(values), SHAPE, values.dtype, keeps_previous=True, is_difference=is_difference)
 
 
 def extrapolated(reference: LinkReference) -> float:
@@ -26,12 +26,12 @@ def extrapolated(reference: LinkReference) -> float:
     return value
 
 
-def test_values_before_are_dropped_where_another_difference_is_coded() -> None:
+def test_values_before_are_dropped_where_a_difference_is_coded() -> None:
     """A reference of a tensor and one of its difference to the leading branch do not extrapolate each other."""
     reference = LinkReference()
     found = []
-    for value, weight in ((1.0, 0), (3.0, 0), (4.0, 1), (5.0, 1)):
-        advance(reference, value, weight)
+    for value, is_difference in ((1.0, False), (3.0, False), (4.0, True), (5.0, True)):
+        advance(reference, value, is_difference)
         found.append(extrapolated(reference))
     assert found == pytest.approx([1.0, 5.0, 4.0, 6.0], rel=0.02)
 
@@ -46,13 +46,29 @@ def test_references_of_another_shape_or_type_are_not_extrapolated() -> None:
             assert reference.prediction(False).previous is None
 
 
+def test_the_oldest_reference_is_written_over() -> None:
+    """That which no prediction needs; one of another shape or type has other memory."""
+    reference, dtype, device = LinkReference(), torch.float32, torch.device("cpu")
+    advance(reference, 1.0, False)
+    first = reference.stored
+    assert reference.memory(SHAPE, dtype, device, keeps_previous=False) == first
+    assert first[0] is not reference.memory(SHAPE, dtype, device, keeps_previous=True).levels
+    advance(reference, 2.0, False)
+    assert reference.memory(SHAPE, dtype, device, keeps_previous=True) == first
+    for shape, other in (((1, 1, 1, 4, 16), dtype), (SHAPE, torch.bfloat16)):
+        for keeps_previous in (False, True):
+            memory = reference.memory(shape, other, device, keeps_previous)
+            assert memory.levels.numel() == torch.Size(shape).numel()
+            assert all(memory.levels is not each for each in reference.stored)
+
+
 def test_change_is_that_since_a_lossless_step() -> None:
     reference, codec = LinkReference(is_exact=True), Codec(token_fraction=1 / 8)
 
     def sent_tokens(values: torch.Tensor, codec: Codec) -> list[int]:
         active = select_tokens(values, reference, codec) if codec.selects_tokens else None
         payload = torch.empty(1, codec.payload_bytes(SHAPE, values.dtype), dtype=torch.uint8)
-        encode([CodedTensor(values, reference, codec, active, payload)])
+        encode([CodedTensor(values, reference, codec, active, payload)], torch.empty(1, 2))
         return active.indices.flatten().tolist() if active else []
 
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

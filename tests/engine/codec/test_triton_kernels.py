@@ -12,11 +12,26 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.codec.case import EXTRAPOLATED, HAS_GPU, KEYFRAME, REFERENCE, SECOND, Case, same_reference
+from tests.coded_layers import layer_codecs
+from tests.engine.codec.case import (
+    DEVICE,
+    EXTRAPOLATED,
+    HAS_GPU,
+    KEYFRAME,
+    REFERENCE,
+    SECOND,
+    Case,
+    Encoded,
+    same_reference,
+)
 from tests.engine.codec.launches import KERNELS
 from tests.engine.codec.limits import LIMITS, limits_of
+from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.codec.rows import Int8Rows, MessagePart, Prediction, rows_of
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 
 
 def output_of(module: str, arguments: Sequence[str], cache: Path) -> Any:
@@ -36,6 +51,21 @@ def test_self_check_compiles_what_runs_launch(mode: str, tmp_path: Path) -> None
     found = output_of("count_compilations", [mode], tmp_path)
     assert 0 < found["self-check"] <= 36
     assert not any(found["runs"].values()), found
+
+
+def test_energies_of_a_message_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was added before: kernels are compiled for the alignment of their arguments."""
+    encode, found = kernels.encode, []
+    monkeypatch.setattr(
+        kernels, "encode", lambda parts, energies: found.append(energies.data_ptr() % 16) or encode(parts, energies)
+    )
+    errors, values, keyframe = StepErrors(), torch.randn(2, 1, 1, 4, 16), Codec(8, is_keyframe=True)
+    of_layer = layer_codecs(None, dict.fromkeys("qkvo", Codec(2)), {}, errors=errors, keyframe_codec=keyframe)
+    for number in range(100):  # more than a chunk of memory
+        names = ("qkv", "o", "kv")[number % 3]
+        errors.add([TensorError("fp8")] * (number % 4), values.device)
+        Message(Label(names), [values] * len(names), of_layer, range(1)).encode()
+    assert found == [0] * 100
 
 
 def checked(capability: int, what: Sequence[str], cache: Path) -> dict[str, Any]:
@@ -130,7 +160,7 @@ def parts_of(case: Case) -> list[MessagePart]:
     """Return tensors of a message, each encoded in another way."""
     values, base = case.plus_base(), case.base
     return [
-        case.part(case.prediction(EXTRAPOLATED), 1.6, sends_gain=True),
+        case.part(case.prediction(EXTRAPOLATED), 1.6),
         case.part(case.prediction(REFERENCE), 2, values=values, base=base),
         case.part(case.prediction(KEYFRAME), 8),
         case.part(case.prediction(EXTRAPOLATED), 5.3, values=values, base=base),
@@ -140,25 +170,32 @@ def parts_of(case: Case) -> list[MessagePart]:
 def test_one_launch_encodes_and_decodes_all_tensors_of_a_message(triton_kernels) -> None:
     """Equal what a launch for each tensor gives, energies and gains included, in any order of launches."""
     case = Case(torch.bfloat16, SECOND)
-    alone, together = parts_of(case), parts_of(case)
-    expected = [case.encoded(triton_kernels, part).result for part in alone]
-    assert sum(result.gains is not None for result in expected) == 2
-    for _ in range(2):
-        for part, found, other, wanted in zip(together, triton_kernels.encode(together), alone, expected, strict=True):
+    expected = [case.encoded(triton_kernels, part) for part in parts_of(case)]
+    assert sum(each.gains is not None for each in expected) == 2
+    for together in (parts_of(case) for _ in range(2)):
+        energies = torch.zeros(len(together), 2, device=DEVICE)
+        triton_kernels.encode(together, energies)
+        for part, of_part, (other, of_other, gains) in zip(together, energies, expected, strict=True):
             assert torch.equal(case.remote(part.payload), case.remote(other.payload))
-            assert same_reference(found.reference, wanted.reference)
-            for one, another in zip(found[1:], wanted[1:], strict=True):
-                assert one is another is None or torch.equal(one, another)
-    targets = [part._replace(values=torch.zeros_like(case.values)) for part in together]
-    for part, result, reference in zip(targets, expected, triton_kernels.decode(targets), strict=True):
-        assert same_reference(reference, result.reference) and part.values.any()
+            assert same_reference(part.new_reference, other.new_reference)
+            assert torch.equal(of_part, of_other)
+            assert gains is None or torch.equal(part.prediction.gains, gains)
+    received = [
+        part._replace(values=torch.zeros_like(case.values), new_reference=case.memory()) for part, *_ in expected
+    ]
+    triton_kernels.decode(received)
+    for part, (sent, *_) in zip(received, expected, strict=True):
+        assert same_reference(part.new_reference, sent.new_reference) and part.values.any()
 
 
 def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has counted and was not followed by the others must not leave its count."""
     case = Case(torch.bfloat16, SECOND, tokens=200)
-    part = case.part(case.prediction(EXTRAPOLATED), 2)
-    expected = case.encoded(triton_kernels, part).result
+
+    def encoded() -> Encoded:
+        return case.encoded(triton_kernels, case.part(case.prediction(EXTRAPOLATED), 2))
+
+    expected = encoded()
 
     class Interrupted:
         def __getitem__(self, grid: tuple[int, ...]):
@@ -170,9 +207,10 @@ def test_an_interrupted_launch_does_not_change_later_ones(triton_kernels, monkey
 
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
         context.setattr(triton_kernels, "encode_kernel", Interrupted())
-        case.encoded(triton_kernels, part)
-    found = case.encoded(triton_kernels, part).result
-    assert same_reference(found.reference, expected.reference) and all(map(torch.equal, found[1:], expected[1:]))
+        encoded()
+    found = encoded()
+    assert same_reference(found.part.new_reference, expected.part.new_reference)
+    assert all(map(torch.equal, found[1:], expected[1:]))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="records addresses by the interpreter, which runs without a GPU only")
@@ -185,14 +223,13 @@ def test_kernels_address_more_than_2_to_the_31_values(triton_kernels, monkeypatc
     assert values.numel() > 2**31 and payload.numel() > 2**31
     last = LastProgram(triton_kernels.encode_kernel, monkeypatch)
     monkeypatch.setattr(triton_kernels, "encode_kernel", last)
-    rows, size = rows_of(shape)
-    held = Int8Rows(torch.empty(1, rows, size, dtype=torch.int8), torch.empty(1, rows, dtype=torch.uint8))
-    part = MessagePart(values, Prediction(held), 8, payload, base=base)
-    [result] = triton_kernels.encode([part])
+    held, new = (Int8Rows.empty(1, *rows_of(shape), values.device) for _ in range(2))
+    part = MessagePart(values, Prediction(held), 8, payload, new, base=base)
+    triton_kernels.encode([part], torch.empty(1, 2))
     assert all(last.reaches_end_of(tensor, "read") for tensor in (values, base, *held))
-    assert all(last.reaches_end_of(tensor, "written") for tensor in (*result.reference, payload))
+    assert all(last.reaches_end_of(tensor, "written") for tensor in (*new, payload))
     last = LastProgram(triton_kernels.decode_kernel, monkeypatch)
     monkeypatch.setattr(triton_kernels, "decode_kernel", last)
-    [reference] = triton_kernels.decode([part._replace(values=target)])
+    triton_kernels.decode([part._replace(values=target)])
     assert all(last.reaches_end_of(tensor, "read") for tensor in (payload, base, *held))
-    assert all(last.reaches_end_of(tensor, "written") for tensor in (target, *reference))
+    assert all(last.reaches_end_of(tensor, "written") for tensor in (target, *new))

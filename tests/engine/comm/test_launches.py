@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import ranks
+from tests import coded_layers, ranks
 from tests.mock_device import HAS_BACKENDS, MockDevice
-from tests.mock_meshes import GATHERED, SINGLE_STAGE, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
+from tests.mock_meshes import GATHERED, SLOW, TOPOLOGY, device, make_tables, mesh_of, partition_of
 from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.codec.codec import EXACT, Codec
+from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, message_layout
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
 from xfuser_cocodiff.lab.simulation import assumed_change
@@ -42,12 +42,12 @@ def calls_of(
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.bfloat16,
     topology: Topology = TOPOLOGY,
-    joint: float = 0.0,
-    exact_references: bool = False,
+    is_joint: bool = False,
+    has_exact_references: bool = False,
 ) -> list[tuple[Counter[str], Counter[str]]]:
     """Return the launches and the moved bytes of each call of a layer, by operation.
 
-    A step has one call, or with `joint` one for each of two branches of guidance.
+    A step has one call, or with `is_joint` one for each of two branches of guidance.
     """
     found = []
     with MockDevice() as mock_device, mock_device.by_triton():
@@ -56,12 +56,11 @@ def calls_of(
         query, key, value = (torch.empty(shape, dtype=dtype, device=device()) for _ in range(3))
         leading: dict = {}
         following: dict = {}
-        branches = [(leading, None), (following, leading)][: 2 if joint else 1]
+        branches = [(leading, None), (following, leading)][: 2 if is_joint else 1]
         for (step, codecs_of), (link_states, leader) in itertools.product(enumerate(codecs_of_steps), branches):
-            how = {"single_stage": slow == SINGLE_STAGE, "gathers_kv": slow == GATHERED}
-            how |= {"joint": joint, "leader": leader, "keeps_values": bool(joint) and leader is None}
-            how |= {"exact_references": exact_references}
-            layer_codecs = LayerCodecs(partition, codecs_of, link_states, CodecStats(), step, **how)
+            how = {"gathers_kv": slow == GATHERED, "has_exact_references": has_exact_references}
+            how |= {"is_joint": is_joint, "leader": leader, "keeps_values": is_joint and leader is None}
+            layer_codecs = coded_layers.layer_codecs(partition, codecs_of, link_states, step=step, **how)
             counted = mock_device.launched, mock_device.moved
             for each in counted:
                 each.clear()
@@ -104,7 +103,7 @@ def test_coded_layer_has_few_launches(slow: str, v_first: bool) -> None:
 def lossless_step(rank: int, slow: str) -> tuple[int, int]:
     """Return the launches of a step whose tensors are sent losslessly, such as O in mode `paper`."""
     codecs_of = [dict.fromkeys("qkvo", EXACT)] * 2
-    counted, _ = calls_of(slow, False, codecs_of, SMALL, torch.float32, exact_references=True)[-1]
+    counted, _ = calls_of(slow, False, codecs_of, SMALL, torch.float32, has_exact_references=True)[-1]
     return kernels_and_others(counted)
 
 
@@ -114,7 +113,7 @@ def test_lossless_layer_has_few_launches() -> None:
     assert others <= 2 * MAX_LAUNCHES
 
 
-OTHER_BYTES = {"node": 12, "all": 2, SINGLE_STAGE: 8, GATHERED: 20}
+OTHER_BYTES = {"node": 12, "all": 2, GATHERED: 20}
 """Sizes of a tensor that operations besides the kernels read and write: packing and unpacking of what is not coded."""
 
 
@@ -131,6 +130,56 @@ def test_coded_layer_moves_few_bytes(slow: str) -> None:
     assert others <= 1.01 * OTHER_BYTES[slow] * size
 
 
+def allocated_by_step(rank: int, slow: str, is_coded: bool, steps: int) -> list[Counter[str]]:
+    """Return the bytes that each step of a layer allocates on the device, by operation; attention allocates nothing."""
+    keyframe, coded = (dict.fromkeys("qkvo", each) for each in (Codec(8, is_keyframe=True), Codec(2, predicts=True)))
+    found, link_states, errors = [], {}, StepErrors()
+    with MockDevice() as mock_device, mock_device.by_triton():
+        make_tables()
+        mesh, partition = partition_of(slow, False)
+        query, key, value = (torch.empty(FLUX, dtype=torch.bfloat16, device=device()) for _ in range(3))
+        for step in range(steps):
+            codecs_of, layer_codecs = coded if step else keyframe, None
+            if is_coded:
+                how = {"step": step, "errors": errors, "gathers_kv": slow == GATHERED}
+                layer_codecs = coded_layers.layer_codecs(partition, codecs_of, link_states, **how)
+            mock_device.allocated.clear()
+            gather = partition if slow == GATHERED else None
+            ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=gather)
+            ulysses.run(query, key, value, lambda query, *_: query)
+            found.append(Counter(mock_device.allocated))
+            errors.start_readout()
+    return found
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_coded_steps_allocate_what_they_receive_and_return(slow: str) -> None:
+    """From the third step on, no payload, reference, gain, sum or energy: their memory is used again."""
+    codec, size, (batch, heads, tokens, dim) = Codec(2, predicts=True), math.prod(FLUX) * torch.bfloat16.itemsize, FLUX
+    links, shape = {
+        "node": (1, (1, 2 * batch, heads // 4, tokens, dim)),
+        "all": (3, (3, batch, heads // 4, tokens, dim)),
+        GATHERED: (1, (1, batch, heads // 2, 2 * tokens, dim)),
+    }[slow]
+    messages = ["vk"] if slow == GATHERED else ["vqk", "o"]
+    layouts = [message_layout(tuple((name, codec, shape) for name in names), torch.bfloat16) for names in messages]
+    arrived = (links + 1) * sum(layout.nbytes for layout in layouts)
+    expected = {
+        # Q, K, V and O as they are returned, and packed and received along the fast axis: O is packed by a copy.
+        "node": {"new_empty": (4 + 1) * size, "stack": 3 * size, "empty": 4 * size + arrived},
+        # The plan has two stages, and each sends a copy of what it got.
+        "all": {"new_empty": 4 * size, "contiguous": 2 * arrived, "empty": 2 * arrived},
+        # K and V of both nodes are returned twice: by node, and in the order of tokens.
+        GATHERED: {"new_empty": (2 * 4 + 1) * size, "stack": 3 * size, "empty": 4 * size + arrived},
+    }[slow]
+    [(_, _, *later)] = ranks.run(allocated_by_step, 1, slow, True, 6)
+    assert [{name.split(".")[1]: size for name, size in each.items()} for each in later] == [expected] * 4
+    if slow != "all":  # lossless, the form along the fast axis is the same, and messages of all axes are received whole
+        [[lossless]] = ranks.run(allocated_by_step, 1, slow, False, 1)
+        assert lossless["aten.new_empty.default"] == expected["new_empty"]
+        assert lossless["aten.empty.memory_format"] == 8 * size
+
+
 PAGE = Path(__file__).parents[3] / "docs/codec_overhead.md"
 NODES = Topology.parse("2x4", 8)
 DOCUMENTED = {
@@ -143,17 +192,23 @@ DOCUMENTED = {
 def mean_bytes(rank: int, name: str, resolution: int, mode: str) -> float:
     """Return the bytes that codecs move in a layer on one of 8 ranks, in the mean over the steps of a run and branches.
 
-    A leading branch copies the values that it sends.
+    A leading branch also copies the values that it sends.
     """
     workload, steps = WORKLOADS[name], modes.DEFAULT_STEPS
     schedule = modes.PRESETS[mode]
     bits = assumed_change.bits_of(schedule, steps)
     shape = (1, workload.heads, -(-workload.tokens(resolution) // 8), workload.head_dim)
-    joint, branches = (schedule.joint, 2) if workload.calls * workload.rows_per_image > 1 else (0.0, 1)
+    is_joint = bool(schedule.joint) and workload.calls * workload.rows_per_image > 1
+    branches = 2 if is_joint else 1
     codecs_of = [schedule.codecs(step, steps, bits[step]) for step in (0, 1, steps // 2)]
-    calls = calls_of(GATHERED, False, codecs_of, shape, topology=NODES, joint=joint)
-    moved = [kernels_and_others(counted)[0] + counted["aten.clone.default"] for _, counted in calls]
-    first, second, later = (sum(moved[step * branches :][:branches]) / branches for step in range(3))
+    calls = calls_of(GATHERED, False, codecs_of, shape, topology=NODES, is_joint=is_joint)
+    kernels = [kernels_and_others(counted)[0] for _, counted in calls]
+    copied = [counted["aten.clone.default"] + counted["aten.copy_.default"] for _, counted in calls]
+    by_step = [range(step * branches, (step + 1) * branches) for step in range(3)]
+    first, second, later = (
+        (sum(kernels[call] for call in of_step) + copied[of_step[0]] - copied[of_step[-1]]) / branches
+        for of_step in by_step
+    )
     return (first + second + (steps - 2) * later) / steps
 
 
@@ -199,11 +254,11 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
             mesh = mesh_of("flat", False, topology)
             node = mesh_of("flat", False, Topology.named(node=2), mesh.comm_stream) if degree > 2 else mesh
             fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.comm_stream) if degree > 2 else None
-            partition = AxisPartition((0,), tuple(names.values()), 0, node, fast, 0)
+            partition = AxisPartition(2, degree // 2, 0, node, fast)
             query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
             link_states: dict = {}
             for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
-                layer_codecs = codecs_of and LayerCodecs(partition, codecs_of, link_states, CodecStats())
+                layer_codecs = codecs_of and coded_layers.layer_codecs(partition, codecs_of, link_states)
                 UlyssesAttention(mesh, layer_codecs=layer_codecs).run(query, query, query, lambda query, *_: query)
             launched += mock_device.grids
     return launched

@@ -197,7 +197,7 @@ def make_meshes(rank: int) -> tuple[list[tuple[int, ...]], list[object]]:
         topology = Topology.parse("2x2x2", 8)
         for _ in range(2):
             mesh = Mesh.over(world, topology)
-            for slow in (("node",), ("node", "gpu"), ("tile",)):
+            for slow in (("node",), ("node", "gpu"), ("node", "gpu", "tile")):
                 AxisPartition.over(world, mesh, slow, Mesh.over)
     bound.append(world.bound_device_id)
     world.bound_device_id = None  # no such device: the last barrier would use it

@@ -11,11 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests import ranks
+from tests import coded_layers, ranks
 from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, Event, MockDevice, Stream
 from tests.mock_meshes import (
     GATHERED,
-    SINGLE_STAGE,
     SLOW,
     TOPOLOGY,
     device,
@@ -37,7 +36,7 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 
@@ -132,23 +131,23 @@ def coded(rank: int, slow: str, codec: Codec, uses_triton: bool, v_first_once: b
         with MockDevice(late) as mock_device, mock_device.by_triton() if uses_triton else nullcontext():
             make_tables()
             mesh, partition = partition_of(slow, staged)
-            layers = codecs_by_step(partition, codec, slow == SINGLE_STAGE)
+            layers = codecs_by_step(partition, codec)
             run(mesh, 1, v_first, layers, partition if slow == GATHERED else None)
 
 
-def codecs_by_step(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iterator[LayerCodecs]:
+def codecs_by_step(partition: AxisPartition, codec: Codec) -> Iterator[LayerCodecs]:
     """Yield the codecs of one layer, step by step."""
-    link_states, stats = {}, CodecStats()
-    how = {"exact_references": codec.selects_tokens, "single_stage": single_stage}
+    link_states: dict = {}
     for step in range(STEPS):
         codecs_of = dict.fromkeys("qkvo", codec if step else EXACT)
-        yield LayerCodecs(partition, codecs_of, link_states, stats, step, **how)
+        how = {"step": step, "has_exact_references": codec.selects_tokens}
+        yield coded_layers.layer_codecs(partition, codecs_of, link_states, **how)
 
 
 QUICK = [
     ("node", "extrapolated", True, True),
     (GATHERED, "change", False, True),
-    (SINGLE_STAGE, "reference", True, True),
+    ("all", "reference", True, True),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.codec import kernels, torch_kernels
 from xfuser_cocodiff.engine.codec.codec import Codec
-from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart
+from xfuser_cocodiff.engine.codec.rows import Int8Rows, MessagePart
 from xfuser_cocodiff.engine.compression import codec_check, message
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.mode_names import MODES
@@ -48,7 +48,7 @@ def test_values_of_the_model_are_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     sent, found = Message.encode, set()
 
     def encode(self: Message) -> torch.Tensor:
-        found.update((values.shape[-1], values.dtype) for values in self.values)
+        found.update((values.shape[-1], values.dtype) for values in self._values)
         return sent(self)
 
     monkeypatch.setattr(Message, "encode", encode)
@@ -76,18 +76,18 @@ def test_lossless_and_selecting_steps_of_v_major_are_checked() -> None:
     }
 
 
-def flip_last_bit(rows: Int8Rows) -> Int8Rows:
+def flip_last_bit(rows: Int8Rows) -> None:
     """Flip the last bit of one value."""
     rows.levels.flatten()[-1] ^= 1
-    return rows
 
 
-def shift(values: torch.Tensor) -> torch.Tensor:
+def shift(values: torch.Tensor, dim: int = -2) -> None:
     """Move each row to the next one, in place."""
-    return values.copy_(values.roll(1, dims=-2))
+    values.copy_(values.roll(1, dims=dim))
 
 
-Mistake = Callable[[MessagePart, Any], Any]
+Mistake = Callable[[MessagePart, torch.Tensor | None], Any]
+"""Changes what a kernel has written of a part; called with the part's energies if it encodes."""
 
 
 def make(
@@ -103,14 +103,16 @@ def make(
         monkeypatch: undoes it after the test.
         module: the kernels.
         function: "encode" or "decode".
-        mistake: called with a part and its result; returns the wrong result.
+        mistake: the mistake.
         where: which parts it is made in.
     """
     original = getattr(module, function)
 
-    def wrong(parts: list[MessagePart]) -> list:
-        results = zip(parts, original(parts), strict=True)
-        return [mistake(part, result) if where(part) else result for part, result in results]
+    def wrong(parts: list[MessagePart], *energies: torch.Tensor) -> None:
+        original(parts, *energies)
+        for number, part in enumerate(parts):
+            if where(part):
+                mistake(part, energies[0][number] if energies else None)
 
     monkeypatch.setattr(module, function, wrong)
 
@@ -118,10 +120,10 @@ def make(
 @pytest.mark.parametrize(
     ("function", "mistake", "words"),
     [
-        ("decode", lambda _, rows: flip_last_bit(rows), "sender and receiver have different references"),
-        ("encode", lambda _, result: flip_last_bit(result.reference) and result, "different references"),
-        ("encode", lambda _, result: result._replace(error_energy=result.error_energy * 2), "errors"),
-        ("encode", lambda _, result: result._replace(gains=result.gains // 4), "gains"),
+        ("decode", lambda part, _: flip_last_bit(part.new_reference), "sender and receiver have different references"),
+        ("encode", lambda part, _: flip_last_bit(part.new_reference), "different references"),
+        ("encode", lambda _, energies: energies[0].mul_(2), "errors"),
+        ("encode", lambda part, _: part.prediction.gains.copy_(part.prediction.gains // 4), "gains"),
     ],
 )
 def test_single_bits_and_figures_are_found(
@@ -138,13 +140,11 @@ def test_both_ends_with_the_same_mistake_differ_from_pytorch(
 ) -> None:
     """Decode the next row's levels at both ends: references are equal, and wrong."""
 
-    def wrong(part: MessagePart, result: Any) -> Any:
-        rows = result.reference if isinstance(result, EncodeResult) else result
-        shift(rows.levels)
-        rows.codes.copy_(rows.codes.roll(1, dims=-1))
-        if not isinstance(result, EncodeResult):
+    def wrong(part: MessagePart, energies: torch.Tensor | None) -> None:
+        shift(part.new_reference.levels)
+        shift(part.new_reference.codes, dim=-1)
+        if energies is None:
             shift(part.values)
-        return result
 
     for function in ("encode", "decode"):
         make(monkeypatch, device_kernels, function, wrong)
@@ -158,11 +158,8 @@ def test_kernels_of_following_branches_are_checked(
 ) -> None:
     """Make the mistake only where the difference to a leading branch is coded."""
 
-    def wrong(_: MessagePart, result: Any) -> Any:
-        flip_last_bit(result.reference if function == "encode" else result)
-        return result
-
-    make(monkeypatch, device_kernels, function, wrong, lambda part: part.base is not None)
+    mistake: Mistake = lambda part, _: flip_last_bit(part.new_reference)  # noqa: E731
+    make(monkeypatch, device_kernels, function, mistake, lambda part: part.base is not None)
     reason = codec_check.failure(kernels.TRITON, "balanced", None, CPU, tokens=64)
     assert reason.endswith("in a following branch")
     assert codec_check.failure(kernels.TRITON, "balanced", "joint=0", CPU, tokens=64) is None
@@ -174,11 +171,10 @@ def test_kernels_of_each_message_are_checked(monkeypatch: pytest.MonkeyPatch, na
     original, sent = message.coded_tensor.encode, Message.encode
 
     def encode(self: Message) -> torch.Tensor:
-        def wrong(tensors: list) -> list:
-            found = original(tensors)
-            if self.names == names and tensors[0].reference.has_values:
+        def wrong(tensors: list, energies: torch.Tensor) -> None:
+            original(tensors, energies)
+            if self._names == names and tensors[0].reference.has_values:
                 flip_last_bit(tensors[0].reference._current)
-            return found
 
         monkeypatch.setattr(message.coded_tensor, "encode", wrong)
         return sent(self)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -9,25 +10,28 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.coded_layers import encode, layer_codecs
 from tests.quick import in_turn
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.codec import coded_tensor
 from xfuser_cocodiff.engine.codec.active_tokens import select_tokens
-from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, aligned
+from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, EXACT, Codec
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, decode
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_tokens_for, codec_for
+from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout, AxisPartition
+from xfuser_cocodiff.engine.compression.coding_choice import active_tokens_for, choose
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.plans import Plan
-from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks
 
 BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
 STEPS = 5
@@ -75,9 +79,9 @@ class Pairs:
         if repeated:
             codec, active = EXACT, None
         payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
-        coded_tensor.encode([coded_tensor.CodedTensor(values, reference, codec, active, payload)])
+        encode(CodedTensor(values, reference, codec, active, payload))
         decoded = torch.empty_like(values)
-        coded_tensor.decode([coded_tensor.CodedTensor(decoded, received, codec, active, payload)])
+        decode([CodedTensor(decoded, received, codec, active, payload)])
         return decoded[0]
 
 
@@ -128,9 +132,7 @@ def mesh_and_partition(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh,
     The last stage of one plan is among the same ranks as all-to-alls along fast axes, so that no operation may overtake
     another.
     """
-    stages = Plan.hierarchical(topology).stages
-    is_inner = topology.axes[-1].name in slow
-    plans = [Plan(topology, stages if is_inner else stages[::-1]), Plan.flat(topology)]
+    plans = [Plan(topology, Plan.hierarchical(topology).stages[::-1]), Plan.flat(topology)]
 
     def over(group: dist.ProcessGroup, topology: Topology, plans: Sequence[Plan] = ()) -> Mesh:
         plans = [*plans] or [Plan.flat(topology)]
@@ -149,85 +151,78 @@ def run_all_to_alls(
     codec: Codec,
     codec_of_o: Codec,
     v_first: bool,
-    single_stage: bool,
     keyframe_codec: Codec = EXACT,
 ) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
     mesh, partition = mesh_and_partition(topology, slow)
-    is_exact, is_of_pairs = is_v_major(codec, codec_of_o), single_stage or not codec.predicts
-    pairs, link_states, stats = Pairs(topology, slow, keyframe_codec, is_exact), {}, CodecStats()
+    is_exact, is_of_pairs = is_v_major(codec, codec_of_o), partition.fast is None or not codec.predicts
+    pairs, link_states, stats, errors = Pairs(topology, slow, keyframe_codec, is_exact), {}, CodecStats(), StepErrors()
     for step in range(STEPS):
-        layer_codecs = LayerCodecs(
-            partition,
-            {"q": codec, "k": codec, "v": codec, "o": codec_of_o},
-            link_states,
-            stats,
-            step=step,
-            exact_references=is_exact,
-            single_stage=single_stage,
-            keyframe_codec=keyframe_codec,
-        )
+        codecs_of = {"q": codec, "k": codec, "v": codec, "o": codec_of_o}
+        how = {"errors": errors, "has_exact_references": is_exact, "keyframe_codec": keyframe_codec}
+        codecs = layer_codecs(partition, codecs_of, link_states, stats, step, **how)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         if v_first:
-            early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
-            late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
+            early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=codecs)
+            late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=codecs)
             found = {"v": early.wait()[0], **dict(zip("qk", late.wait(), strict=True))}
         else:
-            handle = start_seq_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=layer_codecs)
+            handle = start_seq_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=codecs)
             found = dict(zip("qkv", handle.wait(), strict=True))
         for name in "vqk":
             expected_values = expected_heads(pairs, name, step, rank, size, codec)
             assert_received(found[name], expected_values, is_of_pairs, (name, step))
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = cut(whole("o", step), 1, size, rank).contiguous()
-        start_heads_to_seq(attended, target, mesh, Label("o"), layer_codecs).wait()
+        start_heads_to_seq(attended, target, mesh, Label("o"), codecs).wait()
         assert_received(target, expected_sequence(pairs, step, rank, size, codec_of_o), is_of_pairs, step)
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
         fast_name, slow_name = (
             "+".join(name for name in reversed(moving) if (name in slow) is is_slow) for is_slow in (False, True)
         )
-        assert set(mesh.traffic.sent_bytes) == ({FLAT, fast_name, *moving} if single_stage else {fast_name, slow_name})
+        assert set(mesh.traffic.sent_bytes) == {fast_name, slow_name}
     assert 0 < stats.sent_bytes < stats.exact_bytes or codec.is_exact
     assert stats.repeated == 0
     if codec.bits:
-        errors = [error for _, error in stats.quant_errors]
-        assert 0 < sum(each.error_energy for each in errors) < 0.1 * sum(each.value_energy for each in errors)
+        found_errors = errors.start_readout().read()
+        energy, of_values = (
+            sum(getattr(each, name) for each in found_errors) for name in ("error_energy", "value_energy")
+        )
+        assert 0 < energy < 0.1 * of_values
 
 
 CASES = [
     ("2x2", ("node",), Codec(4), Codec(2)),
-    ("2x2", ("gpu",), Codec(2, predicts=True), EXACT),
+    ("2x2", ("node",), Codec(2, predicts=True), EXACT),
+    ("2x2", ("node", "gpu"), Codec(2, predicts=True), EXACT),
     ("2x2", ("node", "gpu"), Codec(None, 0.5), Codec(None, 0.5)),
     ("flat", ("flat",), Codec(3.2), Codec(1)),
     ("2x2x2", ("node", "gpu"), Codec(None, 0.4), EXACT),
-    ("2x2x2", ("tile",), Codec(8), Codec(8)),
-    ("2x2x2", ("node", "tile"), Codec(2), Codec(5.3)),
+    ("2x2x2", ("node",), Codec(8), Codec(5.3)),
     ("2x2", ("node",), EXACT, EXACT),
 ]
 
 
 @pytest.mark.parametrize(
-    ("topology", "slow", "codec", "codec_of_o", "how"),
-    in_turn(CASES, itertools.product(["V first", "together"], ["single stage", "staged"])),
+    ("topology", "slow", "codec", "codec_of_o", "order"),
+    in_turn(CASES, ["V first", "together"]),
     ids=str,
 )
 def test_coded_all_to_all_equals_a_codec_per_pair(
-    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, how: tuple[str, str]
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, order: str
 ) -> None:
-    size, (order, stages) = 8 if topology == "2x2x2" else 4, how
-    ranks.run(run_all_to_alls, size, topology, slow, codec, codec_of_o, order == "V first", stages == "single stage")
+    size = 8 if topology == "2x2x2" else 4
+    ranks.run(run_all_to_alls, size, topology, slow, codec, codec_of_o, order == "V first")
 
 
-@pytest.mark.parametrize("single_stage", [False, True])
-def test_quantized_keyframes_carry_the_scales_of_each_head(single_stage: bool) -> None:
+def test_quantized_keyframes_carry_the_scales_of_each_head() -> None:
     codec, keyframe_codec = Codec(2), Codec(4, is_keyframe=True)
-    options = codec, codec, True, single_stage, keyframe_codec
-    ranks.run(run_all_to_alls, 4, "2x2", ("node",), *options)
+    ranks.run(run_all_to_alls, 4, "2x2", ("node",), codec, codec, True, keyframe_codec)
 
 
-def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: bool) -> tuple[list[int], int]:
+def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec) -> tuple[list[int], int]:
     """Send V, with a value that is not finite at some steps, before Q and K, which use its selection of tokens."""
     mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
     pairs, link_states = Pairs(mesh.topology, ("node",), is_exact=is_v_major(codec)), {}
@@ -235,15 +230,15 @@ def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: 
     for step in range(STEPS):
         stats, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
         if step in bad:
-            # From rank 0 for rank 3, or from rank 3 for rank 0; if staged, rank 1 or 2 sends it to the other node.
+            # From rank 0 for rank 3, or from rank 3 for rank 0; rank 1 or 2 sends it to the other node.
             wholes["v"][0, 15 if sender == 0 else 0, 10 * sender + 3, 1] = torch.nan
-        how = {"exact_references": is_v_major(codec), "single_stage": single_stage}
-        layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, step=step, **how)
+        how = {"has_exact_references": is_v_major(codec)}
+        codecs = layer_codecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, step, **how)
         v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
-        early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
-        late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
+        early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=codecs)
+        late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=codecs)
         for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
-            is_repeated = name == "v" and step in bad and (single_stage or rank % 2 == (sender == 0))
+            is_repeated = name == "v" and step in bad and rank % 2 == (sender == 0)
             expected_values = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
             torch.testing.assert_close(
                 found, expected_values, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}"
@@ -253,22 +248,20 @@ def repeat_v(rank: int, bad: set[int], sender: int, codec: Codec, single_stage: 
     return sent, repeated
 
 
-@pytest.mark.parametrize("single_stage", [True, False], ids=["single stage", "staged"])
 @pytest.mark.parametrize(("bad", "sender"), [({2}, 3), (set(range(STEPS)), 0)], ids=["once", "always"])
 @pytest.mark.parametrize("codec", [Codec(2), Codec(None, 0.4)], ids=str)
-def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec: Codec, single_stage: bool) -> None:
+def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec: Codec) -> None:
     """Compare values bit for bit, and the bytes of both messages; values that stay infinite are repeated every step."""
-    links, flag = 2 if single_stage else 1, aligned(1)
-    shapes = [(links, BATCH * 2 // links, HEADS // 4, TOKENS // 4, DIM)] * 3
+    shapes = [(1, BATCH * 2, HEADS // 4, TOKENS // 4, DIM)] * 3
     once = [
         modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
     ]
     again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
     steps = bad - {0}  # the first step is lossless anyway
-    found = ranks.run(repeat_v, 4, bad, sender, codec, single_stage)
+    found = ranks.run(repeat_v, 4, bad, sender, codec)
     for rank, result in enumerate(found):
-        repeated = steps if single_stage or rank % 2 == (sender == 0) else set()  # all of a rank's receivers
-        expected_values = [links * (size + flag + again * (step in repeated)) for step, size in enumerate(once)]
+        repeated = steps if rank % 2 == (sender == 0) else set()  # all of a rank's receivers
+        expected_values = [size + ALIGNMENT + again * (step in repeated) for step, size in enumerate(once)]
         assert result == (expected_values, len(repeated))
 
 
@@ -283,15 +276,15 @@ def abandon(rank: int, how: str, codec: Codec) -> None:
 
     for step in range(STEPS):
         codecs_of = dict.fromkeys("qkvo", codec)
-        layer_codecs = LayerCodecs(partition, codecs_of, link_states, stats, step, exact_references=is_exact)
+        codecs = layer_codecs(partition, codecs_of, link_states, stats, step, has_exact_references=is_exact)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         all_expected = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
-        early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+        early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=codecs)
         if step == 2 and how == "attention":
             with pytest.raises(InterruptedError):
-                UlyssesAttention(mesh, early_value=early, layer_codecs=layer_codecs).run(q, k, v, fail)
+                UlyssesAttention(mesh, early_value=early, layer_codecs=codecs).run(q, k, v, fail)
             continue
-        late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
+        late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=codecs)
         if step == 2 and rank == 1:
             for handle in (early, late):
                 handle.drain()
@@ -316,16 +309,16 @@ def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_co
     """Predict nothing from references of another shape."""
     link_states: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
-        how = {"exact_references": is_v_major(codec), "keyframe_codec": keyframe_codec}
-        layer_codecs = LayerCodecs(None, {"v": codec}, link_states, CodecStats(), step, **how)
+        how = {"has_exact_references": is_v_major(codec), "keyframe_codec": keyframe_codec}
+        codecs = layer_codecs(None, {"v": codec}, link_states, step=step, **how)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
-        used = codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype)
-        link_state = layer_codecs.link_state("v", HeadGroup())
+        used, _ = choose(codecs, "v", HeadGroup(), values.shape, values.dtype)
+        link_state = codecs.link_state("v", HeadGroup())
         assert (used == keyframe_codec) is (step in (0, 3))
-        active = active_tokens_for(layer_codecs, "v", HeadGroup(), values, used)
+        active = active_tokens_for(codecs, "v", HeadGroup(), values, used) if used.selects_tokens else None
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
-        coded_tensor.encode([coded_tensor.CodedTensor(values, link_state.sent, used, active, payload)])
-        coded_tensor.decode([coded_tensor.CodedTensor(found, link_state.received, used, active, payload)])
+        encode(CodedTensor(values, link_state.sent, used, active, payload))
+        decode([CodedTensor(found, link_state.received, used, active, payload)])
         assert all(map(torch.equal, link_state.sent.stored, link_state.received.stored))
         assert torch.equal(found, values) or not used.is_exact
 
@@ -338,9 +331,9 @@ def shorten_prompt(rank: int, mode: str, overrides: str) -> None:
     runtime.begin_run(STEPS + 4)
     for step in range(STEPS + 4):
         wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
-        layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*wholes.values()))
+        codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*wholes.values()))
         mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
-        found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
+        found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=codecs).wait()
         for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V selects first
             codec = runtime.schedule.codecs(step, STEPS + 4)[name]
             if name == "q" and step >= STEPS:  # V's selection is of other tokens
@@ -367,6 +360,27 @@ def test_an_axis_of_one_rank_is_not_slow() -> None:
     ranks.run(partition_without_slow_ranks, 4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "slow", "shape"),
+    [
+        ("2x3", ("node",), (2, 3)),
+        ("2x1x3", ("node", "tile"), (6, 1)),  # an axis of one rank is neither slow nor fast
+        ("2x1x3", ("gpu",), (1, 6)),
+        ("2x3x4", ("node", "gpu"), (6, 4)),
+    ],
+)
+def test_slow_axes_are_the_outermost_ones(sizes: str, slow: tuple[str, ...], shape: tuple[int, int]) -> None:
+    layout = AxisLayout.of(Topology.parse(sizes), slow)
+    assert (layout.num_slow, layout.num_fast) == shape
+    assert [*itertools.chain(*map(layout.ranks_at, range(layout.num_slow)))] == [*range(math.prod(shape))]
+
+
+@pytest.mark.parametrize(("sizes", "slow"), [("2x2", ("gpu",)), ("2x2x2", ("node", "tile")), ("1x2x2", ("tile",))])
+def test_a_slow_axis_inside_a_fast_one_is_refused(sizes: str, slow: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"slow axes {', '.join(slow)} must be the outermost ones"):
+        AxisLayout.of(Topology.parse(sizes), slow)
+
+
 SEGMENTS = [24, 16]
 
 
@@ -386,9 +400,9 @@ def test_virtual_ranks_equal_a_codec_per_pair(
 
     for step in range(STEPS):
         codecs_of = {"q": codec, "k": codec, "v": codec, "o": codec_of_o}
-        layer_codecs = LayerCodecs(None, codecs_of, link_states, stats, step=step, exact_references=is_exact)
-        qkv = virtual.transmit("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
-        [o] = virtual.transmit("o", [whole("o", step)], SEGMENTS, layer_codecs)
+        codecs = layer_codecs(None, codecs_of, link_states, stats, step, has_exact_references=is_exact)
+        qkv = virtual.transmit("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, codecs)
+        [o] = virtual.transmit("o", [whole("o", step)], SEGMENTS, codecs)
         for rank in range(size):
             for name, found in reversed(list(zip("qkv", qkv, strict=True))):  # V selects first
                 expected_values = expected_heads(pairs, name, step, rank, size, codec, sharded(whole(name, step)))
@@ -396,8 +410,10 @@ def test_virtual_ranks_equal_a_codec_per_pair(
             expected_values = expected_sequence(pairs, step, rank, size, codec_of_o, sharded(whole("o", step)))
             assert_received(cut(sharded(o), 2, size, rank), expected_values, not codec_of_o.predicts, (step, rank))
         used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
-        shapes = [(1, BATCH * size // virtual.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
+        shapes = [(1, BATCH * size // virtual.layout.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
         sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)
-        sent -= 2 * aligned(1)  # virtual messages have no flag
-    assert stats.sent_bytes == size * (virtual.num_slow - 1) * sent
-    assert stats.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.num_slow - 1) // virtual.num_slow
+        sent -= 2 * ALIGNMENT  # virtual messages have no flag
+    assert stats.sent_bytes == size * (virtual.layout.num_slow - 1) * sent
+    assert (
+        stats.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.layout.num_slow - 1) // virtual.layout.num_slow
+    )

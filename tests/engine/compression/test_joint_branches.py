@@ -7,26 +7,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
+from tests import coded_layers, ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec import coded_tensor, kernels
-from xfuser_cocodiff.engine.codec.codec import Codec, aligned
+from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, Codec
 from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
 from xfuser_cocodiff.engine.codec.lead import Lead
-from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.codec.quantize import dequantize, quantize
 from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState, joint_for
+from xfuser_cocodiff.engine.compression.coding_choice import choose
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState, SentValues
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
+from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 BATCH, HEADS, TOKENS, DIM, STEPS = 2, 4, 16, 64, 7
@@ -191,12 +194,11 @@ def contents(branch: int, content: int, step: int, how: str, size: int) -> dict[
     return wholes
 
 
-def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: str) -> tuple:
+def run_branches(rank: int, sizes: str, how: str, schedule: str) -> tuple:
     """Run all-to-alls of two branches and compare what arrives; return the references of both ends."""
     kernels.use("torch")
     size = dist.get_world_size()
     mesh, partition = over(sizes)
-    object.__setattr__(partition, "is_single_stage", lambda message_bytes: single_stage)
     runtime = CodecRuntime(partition, "balanced", schedule, list)
     expected = Expected(bool(runtime.schedule.predictor))
     runtime.begin_run(STEPS)
@@ -231,7 +233,7 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
                 what = f"{name} of branch {branch} in step {step}: "
                 torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, equal_nan=True, msg=what.__add__)
         if step == 2:  # all previous references are there
-            assert runtime.planned_reference_bytes == runtime.reference_bytes
+            assert runtime.store.planned_bytes == runtime.store.nbytes
         if step < STEPS - 1:
             runtime.end_step()
     return ends(runtime)
@@ -239,40 +241,36 @@ def run_branches(rank: int, sizes: str, single_stage: bool, how: str, schedule: 
 
 def lose(runtime: CodecRuntime, rank: int) -> None:
     """Leave the links of branch 0 as if their collective had never ended, with different references at both ends."""
-    for state in runtime._link_states[:4]:
+    for state in runtime.store.link_states[:4]:
         state.in_flight = True
         state.received.advance(torch.full_like(state.received.values, rank))
 
 
 def ends(runtime: CodecRuntime) -> list[tuple]:
-    """Return the references of all links of this rank: what it has sent and received, and the weight of both."""
+    """Return the references of all links of this rank: what it has sent and received, and whether of differences."""
     found = []
-    for state in runtime._link_states:
-        assert state.sent.weight == state.received.weight
-        found.append((state.sent.values, state.received.values, state.sent.weight))
+    for state in runtime.store.link_states:
+        assert state.sent.is_difference == state.received.is_difference
+        found.append((state.sent.values, state.received.values, state.sent.is_difference))
     return found
 
 
 def assert_equal_ends(found: list[list[tuple]], is_joint: bool = True) -> None:
-    """Compare both ends of the links between two slow coordinates: of pairs of ranks, or of all ranks of both."""
-    assert any(weight for _, _, weight in found[0]) == is_joint
-    half, links = len(found) // 2, len(found[0][0][0])
-    for one, other in itertools.product(range(half), range(half)):
-        if links == 1 and one != other:
-            continue
-        there, here = (one, other) if links > 1 else (0, 0)
-        for near, far in zip(found[one], found[half + other], strict=True):
-            assert torch.equal(near[0][here], far[1][there]) and torch.equal(near[1][here], far[0][there])
+    """Compare both ends of the links between two slow coordinates."""
+    assert any(is_difference for _, _, is_difference in found[0]) == is_joint
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        for near, far in zip(one, other, strict=True):
+            assert torch.equal(near[0], far[1]) and torch.equal(near[1], far[0])
 
 
-def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch: int, branches: int) -> list[tuple]:
+def run_batched(rank: int, sizes: str, schedule: str, batch: int, branches: int) -> list[tuple]:
     """Run all-to-alls whose batch has several branches and compare what arrives, and the bytes with those that are
     predicted; return the references of both ends.
     """
     kernels.use("torch")
     size = dist.get_world_size()
     mesh, partition = over(sizes)
-    object.__setattr__(partition, "is_single_stage", lambda message_bytes: single_stage)
     runtime = CodecRuntime(partition, "balanced", schedule, list)
     settings = runtime.schedule
     expected = BatchedDefinitions(bool(settings.predictor))
@@ -293,14 +291,13 @@ def run_batched(rank: int, sizes: str, single_stage: bool, schedule: str, batch:
             arrived = found[name].chunk(size, 2 if name != "o" else 1)[source]
             what = f"{name} in step {step}: "
             torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, msg=what.__add__)
-        assert runtime.planned_reference_bytes == runtime.reference_bytes or step < 2
+        assert runtime.store.planned_bytes == runtime.store.nbytes or step < 2
         if step < STEPS - 1:
             runtime.end_step()
-    links = size // 2 if single_stage else 1
-    of_link = links, branches * batch * (size // 2 // links), HEADS // size, TOKENS // size, DIM
+    of_link = 1, branches * batch * (size // 2), HEADS // size, TOKENS // size, DIM
     predicted = predicted_bytes(settings, ("qkv", "o"), of_link, branches)
-    flag_of_v = links * aligned(1)  # V goes first, in a message of its own
-    assert [report.sent_bytes for report in runtime.reports] == [each + flag_of_v for each in predicted]
+    # V goes first, in a message of its own with a flag.
+    assert [report.sent_bytes for report in runtime.reports] == [each + ALIGNMENT for each in predicted]
     return ends(runtime)
 
 
@@ -377,7 +374,7 @@ def run_gathered(rank: int, sizes: str, schedule: str) -> list[tuple]:
                     wanted = expected.received(name, source, rank, branch, values, of_leader, False)
                 what = f"{name} of branch {branch} in step {step}: "
                 torch.testing.assert_close(arrived.chunk(size, 2)[source], wanted, rtol=0, atol=1e-5, msg=what.__add__)
-        assert step < 2 or runtime.planned_reference_bytes == runtime.reference_bytes
+        assert step < 2 or runtime.store.planned_bytes == runtime.store.nbytes
         if step < STEPS - 1:
             runtime.end_step()
     return ends(runtime)
@@ -399,47 +396,48 @@ HOW = [
     "shorter",
 ]
 CASES = [
-    *(("node=2", False, how, SCHEDULE) for how in HOW),
-    ("2x2", False, "plain", OF_RANKS),
-    ("node=2", False, "not finite in 0", OF_RANKS),
+    *(("node=2", how, SCHEDULE) for how in HOW),
+    ("2x2", "plain", OF_RANKS),
+    ("node=2", "not finite in 0", OF_RANKS),
 ]
 
 
-QUICK = [case for case in CASES if case[2] in ("plain", "not finite in 1", "interrupted", "three branches", "shorter")]
+QUICK = [case for case in CASES if case[1] in ("plain", "not finite in 1", "interrupted", "three branches", "shorter")]
 
 
-@pytest.mark.parametrize(("sizes", "single_stage", "how", "schedule"), slow_but(QUICK, CASES))
-def test_all_to_alls_decode_what_the_definition_says(sizes: str, single_stage: bool, how: str, schedule: str) -> None:
-    found = ranks.run(run_branches, Topology.parse(sizes).size, sizes, single_stage, how, schedule)
+@pytest.mark.parametrize(("sizes", "how", "schedule"), slow_but(QUICK, CASES))
+def test_all_to_alls_decode_what_the_definition_says(sizes: str, how: str, schedule: str) -> None:
+    found = ranks.run(run_branches, Topology.parse(sizes).size, sizes, how, schedule)
     assert_equal_ends(found, is_joint=how != "shorter")
 
 
 BATCHES = [
-    ("2x2", False, OF_RANKS, 2, 2),  # each branch has several samples of several ranks
-    ("node=2", True, SCHEDULE, 2, 3),
-    ("node=2", True, SCHEDULE, 2, 2),
-    ("2x2", False, OF_RANKS, 1, 2),
-    ("2x2", True, SCHEDULE, 2, 3),
+    ("2x2", OF_RANKS, 2, 2),  # each branch has several samples of several ranks
+    ("node=2", SCHEDULE, 2, 3),
+    ("node=2", SCHEDULE, 2, 2),
+    ("2x2", OF_RANKS, 1, 2),
+    ("2x2", OF_RANKS, 2, 3),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "single_stage", "schedule", "batch", "branches"), slow_but(BATCHES[:2], BATCHES))
+@pytest.mark.parametrize(("sizes", "schedule", "batch", "branches"), slow_but(BATCHES[:2], BATCHES))
 def test_branches_in_one_batch_decode_what_the_definition_says(
-    sizes: str, single_stage: bool, schedule: str, batch: int, branches: int
+    sizes: str, schedule: str, batch: int, branches: int
 ) -> None:
     size = Topology.parse(sizes).size
-    assert_equal_ends(ranks.run(run_batched, size, sizes, single_stage, schedule, batch, branches))
+    assert_equal_ends(ranks.run(run_batched, size, sizes, schedule, batch, branches))
 
 
-@pytest.mark.parametrize(("step", "weight"), [(3, 1.0), (4, 0.0)])
-def test_values_of_an_earlier_step_are_not_subtracted(step: int, weight: float) -> None:
+@pytest.mark.parametrize(("step", "is_joint"), [(3, True), (4, False)])
+def test_values_of_an_earlier_step_are_not_subtracted(step: int, is_joint: bool) -> None:
     """A step cache may skip the layer in the leading branch of step 4."""
     values = whole("q", 0, 3)[None]
     sent = SentValues(3, tuple(values.shape), values.dtype, values)
     leader = LinkState(LinkReference(), LinkReference(), sent_values=sent)
-    layer_codecs = LayerCodecs(None, {}, {}, CodecStats(), step, joint=1.0, leader={("q", ALL_HEADS): leader})
-    joint = joint_for(layer_codecs, "q", ALL_HEADS, tuple(values.shape), values.dtype, Codec(2, predicts=True))
-    assert (joint.weight, joint.next_weight) == (weight, weight)
+    how = {"is_joint": True, "leader": {("q", ALL_HEADS): leader}, "keyframe_codec": Codec(8, is_keyframe=True)}
+    layer_codecs = coded_layers.layer_codecs(None, {"q": Codec(2)}, {}, step=step, **how)
+    _, joint = choose(layer_codecs, "q", ALL_HEADS, tuple(values.shape), values.dtype)
+    assert (joint.is_coded, joint.is_kept) == (is_joint, is_joint)
 
 
 def test_error_of_a_following_branch_has_that_of_the_leading_one() -> None:
@@ -447,39 +445,39 @@ def test_error_of_a_following_branch_has_that_of_the_leading_one() -> None:
     leading, following = (
         torch.randn(1, 2, 8, 64, DIM, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
     )
-    references = [LinkReference() for _ in range(3)]
-    sent = SentValues(0, tuple(leading.shape), leading.dtype, leading)
+    references, errors = [LinkReference() for _ in range(3)], StepErrors()
     coarse, fine = Codec(1.6, is_keyframe=True), Codec(4, is_keyframe=True)
 
     def payload(codec: Codec) -> torch.Tensor:
         return torch.empty(1, codec.payload_bytes(leading.shape, leading.dtype), dtype=torch.uint8)
 
-    [error] = coded_tensor.encode([CodedTensor(leading, references[0], coarse, None, payload(coarse))])
-    sent.error_energy = error.error_energy
-    lead, packed = Lead(references[0], 1.0, 1.0, sent), payload(fine)
-    [reported] = coded_tensor.encode([CodedTensor(following, references[1], fine, None, packed, None, lead)])
+    error = TensorError("v")
+    sent = CodedTensor(leading, references[0], coarse, None, payload(coarse))
+    coded_tensor.encode([sent], errors.add([error], CPU))
+    lead, packed = Lead(references[0], True, True, leading), payload(fine)
+    sent = CodedTensor(following, references[1], fine, None, packed, None, lead)
+    coded_tensor.encode([sent], errors.add([TensorError("v", leader=error)], CPU))
     decoded = torch.empty_like(following)
     coded_tensor.decode([CodedTensor(decoded, references[2], fine, None, packed, None, lead._replace(sent=None))])
     energy = (decoded - following).square().sum().item()
-    assert reported.error_energy.item() == pytest.approx(energy, rel=0.05)
+    _, reported = errors.start_readout().read()
+    assert reported.error_energy == pytest.approx(energy, rel=0.05)
 
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_errors_of_batched_branches_are_those_of_decoded_values(step: int) -> None:
     """The following branch is encoded with the leading one, whose error it includes."""
     link_states: dict[tuple[str, HeadGroup], LinkState] = {}
-    stats, decoded = CodecStats(), torch.empty(2, 2, 8, 64, DIM)
+    decoded = torch.empty(2, 2, 8, 64, DIM)
     for number in range(step + 1):
         # The second branch is close to the first one, so that the difference to it has a small error of its own.
         of_step = torch.randn(2, 1, 8, 64, DIM, generator=torch.Generator().manual_seed(number))
         values = torch.cat([of_step, 1.01 * of_step], 1)
-        stats = CodecStats()
         codec = Codec(4) if number else Codec(1.6, is_keyframe=True)
-        layer_codecs = LayerCodecs(
-            None, {"v": codec}, link_states, stats, number, keyframe_codec=codec, joint=1.0, batched_branches=2
-        )
+        how = {"keyframe_codec": codec, "is_joint": True, "batched_branches": 2}
+        layer_codecs = coded_layers.layer_codecs(None, {"v": codec}, link_states, step=number, **how)
         message = Message(Label("v"), [values], layer_codecs, range(1), samples=2)
         message.decode(message.encode(), [decoded], lambda buffer: buffer)
     expected = (decoded - values)[1:].square().sum((0, 2, 3, 4)).tolist()
-    reported = [error.error_energy.item() for _, error in stats.quant_errors]
+    reported = [error.error_energy for error in layer_codecs.errors.start_readout().read()]
     assert reported == pytest.approx(expected, rel=0.1)

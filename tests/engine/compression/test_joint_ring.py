@@ -72,7 +72,7 @@ def run_calls(rank: int, sizes: str, how: str, schedule: str) -> list[tuple]:
                         wanted = expected.received(name, source, rank, branch, values, of_leader, bad, lost)
                     what = f"{name} of branch {branch} in step {step}: "
                     torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, equal_nan=True, msg=what.__add__)
-        assert step != 2 or runtime.planned_reference_bytes == runtime.reference_bytes  # all previous ones are there
+        assert step != 2 or runtime.store.planned_bytes == runtime.store.nbytes  # all previous ones are there
         if step < STEPS - 1:
             runtime.end_step()
     return ends(runtime)
@@ -100,7 +100,7 @@ def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tup
                     wanted = expected.decode((name, source), wanted)
                 what = f"{name} in step {step}: "
                 torch.testing.assert_close(arrived, torch.cat(wanted), rtol=0, atol=1e-5, msg=what.__add__)
-        assert step != 2 or runtime.planned_reference_bytes == runtime.reference_bytes  # all previous ones are there
+        assert step != 2 or runtime.store.planned_bytes == runtime.store.nbytes  # all previous ones are there
         if step < STEPS - 1:
             runtime.end_step()
     of_link = 1, branches * BATCH, HEADS, TOKENS // size, DIM

@@ -4,14 +4,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
+from tests.coded_layers import TwoNodes, add_errors
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS, RateControl
@@ -138,24 +137,20 @@ def control(rank: int, device: str) -> tuple[list[float], float, str]:
         dist.all_reduce(tensor)
         return tensor.tolist()
 
-    slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device(device)))
-    how = {"is_single_stage": lambda message_bytes: False, "coding_cost": None, "slow_axis_names": ("node",)}
-    partition, logged = SimpleNamespace(num_slow=2, num_fast=1, slow=slow, **how), list[str]()
-    runtime = CodecRuntime(partition, "balanced", None, summed, info=logged.append)
+    logged: list[str] = []
+    runtime = CodecRuntime(TwoNodes(device_type=device), "balanced", None, summed, info=logged.append)
     runtime.begin_run(STEPS)
     found = []
     for step in range(STEPS):
         layer_codecs = runtime.layer_codecs("attn", 1, 0, SIZES)
-        bits = {layer_codecs.codecs[name].bits for name in "qkvo"}
+        bits = {layer_codecs.step.codecs[name].bits for name in "qkvo"}
         found += bits
         assert len(bits) == 1
         error = GRIDS[found[-1]].distortion * (CHANGES[rank] if step else 1.0)
-        energies = torch.tensor(error**2), torch.ones(())
-        layer_codecs.stats.quant_errors += [(name, QuantError(*energies)) for name in "qkvo"]
-        if layer_codecs.measures_yardsticks:
-            layer_codecs.stats.quant_errors.append(
-                ("fp8", QuantError(torch.tensor((1.0 + rank) ** 2), torch.tensor(1e4)))
-            )
+        for name in "qkvo":
+            add_errors(layer_codecs, (error**2, 1.0), name=name)
+        if layer_codecs.step.measures_yardsticks:
+            add_errors(layer_codecs, ((1.0 + rank) ** 2, 1e4), name="fp8")
         layer_codecs.stats.sent_bytes, layer_codecs.stats.exact_bytes = 20 * (1 + rank), 100
         runtime.end_step()
     assert [report.bits for report in runtime.reports] == [None, *found[1:]]

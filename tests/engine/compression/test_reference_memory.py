@@ -4,15 +4,16 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.codec import coded_tensor
+from tests.coded_layers import encode
 from xfuser_cocodiff.engine.codec.active_tokens import select_tokens
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, decode
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.modes import BALANCED, PAPER, PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import (
@@ -51,10 +52,8 @@ def run_steps(
             values = torch.randn(SHAPE, generator=generator).to(dtype)
             active = select_tokens(values, link_state.sent, codec) if codec.token_fraction < 1 else None
             payload = torch.empty(len(values), codec.payload_bytes(SHAPE, dtype), dtype=torch.uint8)
-            coded_tensor.encode([coded_tensor.CodedTensor(values, link_state.sent, codec, active, payload)])
-            coded_tensor.decode(
-                [coded_tensor.CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)]
-            )
+            encode(CodedTensor(values, link_state.sent, codec, active, payload))
+            decode([CodedTensor(torch.empty_like(values), link_state.received, codec, active, payload)])
 
 
 @pytest.mark.parametrize("predicts", [False, True])
@@ -83,18 +82,8 @@ class Run:
         min_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> None:
         self.logged: list[str] = []
-        slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device("cpu")))
-        partition = SimpleNamespace(
-            num_slow=NUM_SLOW,
-            num_fast=1,
-            slow=slow,
-            fast=None,
-            is_single_stage=lambda message_bytes: False,
-            coding_cost=None,
-            slow_axis_names=("node",),
-        )
         self.runtime = CodecRuntime(
-            partition,
+            AxisLayout(NUM_SLOW, 1),
             "balanced",
             None,
             list,
@@ -117,15 +106,15 @@ class Run:
                 sizes = layer_sizes(torch.bfloat16)
                 key = transformer, layer
                 layer_codecs = self.runtime.layer_codecs(str(layer), key, branch, sizes, transformer)
-                assert all(codec.bits for codec in layer_codecs.codecs.values()), "no layer is lossless"
+                assert all(codec.bits for codec in layer_codecs.step.codecs.values()), "no layer is lossless"
                 found.append(layer_codecs)
         # Later steps predict if no layer of the first one was too much.
-        predicts = found[-1].codecs["k"].predicts
+        predicts = found[-1].step.codecs["k"].predicts
         for layer_codecs in found:
-            if layer_codecs.keeps_references:
+            if layer_codecs.step.keeps_references:
                 run_steps(layer_codecs.link_states, BALANCED, torch.bfloat16, steps=3, predicts=predicts)
         self.runtime.end_step()
-        return [each.keeps_references for each in found]
+        return [each.step.keeps_references for each in found]
 
 
 PREDICTED, SINGLE = ReferenceBytes.of(layer_sizes(torch.bfloat16), BALANCED, NUM_SLOW)
@@ -148,7 +137,7 @@ def test_memory_budget_is_met(budget: int | None, allocated: int, coded: int) ->
         run.begin()
         for _ in range(3):
             assert run.step() == [True] * coded + [False] * (4 - coded)
-            assert run.runtime.planned_reference_bytes == run.runtime.reference_bytes == allocated
+            assert run.runtime.store.planned_bytes == run.runtime.store.nbytes == allocated
             assert run.runtime.reports[-1].exact_layers == 0
     logged = [line for line in run.logged if f"references of 4 layers: {4 * PREDICTED / GIB:.3g} GiB per rank" in line]
     assert len(logged) == (2 if coded < 4 else 1)  # a warning in every run, since a later one may be in another log
@@ -167,8 +156,8 @@ def test_guidance_branches_share_the_memory_budget() -> None:
         run.begin()
         for _ in range(3):
             assert run.step() == [True] * 8
-            assert run.runtime.planned_reference_bytes == 4 * (SINGLE + following)
-            assert run.runtime.reference_bytes == 8 * SINGLE  # without messages, no values are kept
+            assert run.runtime.store.planned_bytes == 4 * (SINGLE + following)
+            assert run.runtime.store.nbytes == 8 * SINGLE  # without messages, no values are kept
         assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
     assert any("references of 4 layers and 2 guidance branches" in line for line in run.logged)
 
@@ -246,7 +235,7 @@ def test_no_default_budget_where_a_driver_does_not_tell() -> None:
 def test_given_budget_needs_no_measurement() -> None:
     run = Run(4 * SINGLE, 4, memory=lambda: pytest.fail("measured"), min_over_ranks=lambda _: pytest.fail("reduced"))
     run.begin()
-    assert run.runtime.layer_codecs("a", 0, 0, LAYER).keeps_references
+    assert run.runtime.layer_codecs("a", 0, 0, LAYER).step.keeps_references
 
 
 def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:

@@ -22,7 +22,7 @@ def test_rows_count_the_bytes_that_kernels_read_and_write(monkeypatch: pytest.Mo
     tensor = 24 * 8 * 16 * 2 // 4  # per rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
     crossing = tensor // 2
     rows = crossing // 2 // 32  # one for two of six tokens
-    payload = 2 * -(-rows // 8) * 32 + rows  # two bytes hold 8 rows at 2 bits, and each row has a scale
+    payload = 2 * -(-rows // 8) * 32 + rows + 8  # two bytes hold 8 rows at 2 bits; each row has a scale; and a gain
     references = crossing // 2 + rows  # in 8 bits: the last two, and the next
     found = {row["kernel"]: row["bytes"] for row in record["rows"]}
     assert found["encode"] == found["decode"] == crossing + 3 * references + payload

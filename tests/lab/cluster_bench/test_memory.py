@@ -154,7 +154,7 @@ def coded_run(rank: int, cell: Cell, split: UlyssesRingSplit, capacity: float) -
                 step(session)
             session.runs.end()
             line = next(line for line in lines if "memory budget" in line)
-            return CodedRun(allocated.peak, allocated.sweep() - before, session.runtime._budget, line)
+            return CodedRun(allocated.peak, allocated.sweep() - before, session.runtime.store.budget, line)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.coded_layers import layer_codecs
 from xfuser_cocodiff.engine.codec.codec import EXACT
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison import baselines
 
@@ -26,7 +27,7 @@ def test_fp8_keeps_three_bits_of_mantissa() -> None:
     ranks = baselines.Fp8(Topology.parse("2x2"), ("node",))
     stats = CodecStats()
     tensors = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    received = ranks.transmit("qkv", tensors, [64], LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, stats))
+    received = ranks.transmit("qkv", tensors, [64], layer_codecs(None, dict.fromkeys("qkvo", EXACT), {}, stats))
     assert stats.sent_bytes * 4 == stats.exact_bytes == 3 * tensors[0].nbytes
     value, other = tensors[2], received[2]
     large = value.abs() > value.abs().max() / 64
@@ -42,14 +43,14 @@ RULES = (baselines.Fp8, baselines.RowFp8, baselines.Fp4, baselines.Int8)
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_errors_are_those_of_the_tensors_that_are_not_exact(rule: type[baselines.VirtualRanks]) -> None:
-    stats = CodecStats()
     sent = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    codecs = LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, stats)
+    codecs = layer_codecs(None, dict.fromkeys("qkvo", EXACT), {})
     received = dict(zip("qkv", rule(Topology.parse("2x2"), ("node",)).transmit("qkv", sent, [64], codecs), strict=True))
     exact = [name for name, values in zip("qkv", sent, strict=True) if torch.equal(received[name], values)]
     assert exact == (["k"] if rule is baselines.RowFp8 else [])
-    assert [name for name, _ in stats.quant_errors] == [name for name in "qkv" if name not in exact]
-    for name, found in stats.quant_errors:
-        values = sent["qkv".index(name)]
-        expected = (received[name] - values).square().sum() / values.square().sum()
-        torch.testing.assert_close(found.error_energy / found.value_energy, expected)
+    errors = codecs.errors.start_readout().read()
+    assert [found.name for found in errors] == [name for name in "qkv" if name not in exact]
+    for found in errors:
+        values = sent["qkv".index(found.name)]
+        expected = (received[found.name] - values).square().sum() / values.square().sum()
+        assert found.error_energy / found.value_energy == pytest.approx(expected.item(), rel=1e-5)

@@ -1,5 +1,6 @@
 """What `cocodiff env` says of a device, and of what is missing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.codec.rows import MessagePart
 from xfuser_cocodiff.lab.reporting import device_facts
 
 CPU = torch.device("cpu")
@@ -87,9 +89,12 @@ def test_a_tool_that_fails_and_a_build_without_gpus(tools: Path) -> None:
 def test_kernels_that_run_fail_or_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "encode and decode ran" in device_facts._kernels(CPU)
     decode = kernels.decode
-    monkeypatch.setattr(
-        kernels, "decode", lambda parts: [each._replace(codes=each.codes + 1) for each in decode(parts)]
-    )
+
+    def wrong(parts: Sequence[MessagePart]) -> None:
+        decode(parts)
+        parts[0].new_reference.codes.add_(1)
+
+    monkeypatch.setattr(kernels, "decode", wrong)
     assert "different references" in device_facts._kernels(CPU)
-    monkeypatch.setattr(kernels, "encode", lambda parts: (_ for _ in ()).throw(RuntimeError("no ptxas\nat line 3")))
+    monkeypatch.setattr(kernels, "encode", lambda *_: (_ for _ in ()).throw(RuntimeError("no ptxas\nat line 3")))
     assert "failed (RuntimeError: no ptxas); runs use PyTorch's kernels" in device_facts._kernels(CPU)

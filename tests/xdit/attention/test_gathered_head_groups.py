@@ -20,7 +20,7 @@ COARSE = "bits=2,predictor=0"
 
 def counts_of(session: Session) -> set[int]:
     """Return the numbers of head groups of all link references."""
-    return {head_group.count for state in session.runtime._states.values() for _, head_group in state.link_states}
+    return {head_group.count for state in session.runtime.store.states.values() for _, head_group in state.link_states}
 
 
 def by_groups(rank: int, groups: int) -> tuple[list[torch.Tensor], list[list[int]], set[int], int]:
@@ -98,15 +98,15 @@ def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
             if signature.candidates:
                 signature.candidates.end_step()
         if step == 5:
-            states = [state for (_, branch), state in session.runtime._states.items() if branch]
-            weights = {each.sent.weight for state in states for each in state.link_states.values()}
+            states = [state for (_, branch), state in session.runtime.store.states.items() if branch]
+            differences = {each.sent.is_difference for state in states for each in state.link_states.values()}
         session.runs.end_step()
-    return found, weights
+    return found, differences
 
 
 def test_branches_of_other_lengths_have_numbers_of_their_own() -> None:
-    for counts, weights in ranks.run(two_branches, 2):
-        assert counts == [{1}] * 2 + [{1, 2}] * 4 and weights == {0.0}
+    for counts, differences in ranks.run(two_branches, 2):
+        assert counts == [{1}] * 2 + [{1, 2}] * 4 and differences == {False}
 
 
 def tune(rank: int, seconds: dict[int, float]) -> tuple[set[int], list[int], set[int]]:

@@ -48,7 +48,7 @@ class FakeSession:
 
     @property
     def num_references(self) -> int:
-        return self.runtime.reference_bytes // 16
+        return self.runtime.store.nbytes // 16
 
 
 class Transformer(nn.Module):
@@ -155,7 +155,7 @@ def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session.runs.begin(None)
     found = []
     for _ in range(70):
-        codecs = session.runtime.layer_codecs("a", 1, 0, SIZES).codecs["v"]
+        codecs = session.runtime.layer_codecs("a", 1, 0, SIZES).step.codecs["v"]
         found.append(codecs.token_fraction)
         session.runs.end_step()
     assert found[1] == pytest.approx(1 - 0.5 / 49)
@@ -339,7 +339,7 @@ class Loops:
     def declared(self, latents: torch.Tensor, prompts: list[torch.Tensor], steps: int | None = STEPS) -> torch.Tensor:
         with xfuser_cocodiff.run(steps) as run:
             latents = self.by_hand(latents, prompts, run.step)
-        assert self.session.runtime.reference_bytes == 0
+        assert self.session.runtime.store.nbytes == 0
         return latents
 
     def of_unknown_length(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:

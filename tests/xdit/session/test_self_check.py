@@ -8,7 +8,6 @@ from tests.xdit.attention.test_overlap import start
 from xfuser_cocodiff.engine.comm.plan_check import PlanCheckError
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheckError
-from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -24,9 +23,7 @@ def run(rank: int, topology: str, plan: str | None, options: dict, corrupt_on: i
     and the links that it names."""
     size = 2 if topology == "2x1" else 4
     group, _, step = start(rank, depth=2)
-    parsed, options = Topology.parse(topology, size), dict(options)
-    if options.pop("single_stage", False):
-        CodecRuntime._takes_single_stage = lambda *_: True  # as small messages on measured links
+    parsed = Topology.parse(topology, size)
     config = CocoDiffConfig(
         topology=parsed, mode="balanced", slow_axes=("node",), plan=plan and Plan.parse(plan, parsed), **options
     )
@@ -36,7 +33,7 @@ def run(rank: int, topology: str, plan: str | None, options: dict, corrupt_on: i
     for number in range(STEPS):
         step()
         if number == 0 and rank == corrupt_on:
-            [state, *_] = session.runtime._link_states
+            [state, *_] = session.runtime.store.link_states
             with torch.inference_mode():  # one bit of one value
                 state.received._current[0].view(torch.uint8).view(-1)[0] ^= 1
         try:
@@ -53,8 +50,6 @@ CASES = [
     ("2x1", "hierarchical", {}),  # by heads
     ("2x2", "hierarchical", {}),  # staged
     ("2x2", None, {}),
-    ("2x2", None, {"single_stage": True}),  # for all-to-alls; a gather has stages
-    ("2x2", "hierarchical", {"single_stage": True}),
     ("2x1", None, {"schedule": "predictor=0"}),
     ("2x1", None, {"memory_budget": 200_000}),  # in int8
 ]

@@ -123,12 +123,12 @@ def start_another_engine(rank: int) -> None:
         step()
         active().runs.end_step()
     before = active()
-    assert before.runtime.reference_bytes > 0 and before.layers.signatures and before.traffic.calls
+    assert before.runtime.store.nbytes > 0 and before.layers.signatures and before.traffic.calls
     config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
     assert active() is not before
     assert not (active().mesh or active().runtime or active().layers.signatures or active().traffic.calls)
-    assert before.runtime.reference_bytes == 0 and not before.layers.signatures
+    assert before.runtime.store.nbytes == 0 and not before.layers.signatures
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in transformer.modules())
 
 

@@ -80,7 +80,7 @@ BAD = {
             "bits=4;first=8",
         ),
         *("warmup=-1", "warmup=1.5", "refresh=10", "cached=0.5", "score=drift", "bits_o=2", "predictor=2", "error=0"),
-        *("predictor=", "joint=0.5", "joint=-1", "exact=", "exact=a++b", "@", "@/nowhere.json", "error=2", "error=nan"),
+        *("predictor=", "joint=0.5", "joint=-1", "exact=blocks.0", "@", "@/nowhere.json", "error=2", "error=nan"),
         *(f"warmup={LONG}", "=", ",", "bits=4,", "first=exactly"),
     ),
     "slow_axes": ("tile", "gpu", "node,", "all", "node;gpu", "none", "Node", ",", "auto,node"),
@@ -108,7 +108,7 @@ GOOD = {
     "mode": ("exact", "paper", "balanced", "fast"),
     "schedule": (
         *("bits=4", "bits = exact, first=8", "bits=3.2", "error=0.05", "warmup=0", "first=exact"),
-        *("predictor=0", "predictor=1", "joint=1", "exact=blocks.0+blocks.1"),
+        *("predictor=0", "predictor=1", "joint=1"),
     ),
     "slow_axes": ("auto", "node", "gpu,node", "node,gpu", " node , gpu ", "node,node"),
     "error": ("0.05", "1"),

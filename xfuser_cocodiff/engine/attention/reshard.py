@@ -4,6 +4,7 @@ Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -76,7 +77,7 @@ def reshard_here(
         head_group: part of each rank's share of `scatter_dim` to send.
     """
     plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
-    pieces = [_by_rank(tensor, scatter_dim, plan, head_group) for tensor in tensors]
+    pieces = [_by_rank(tensor, scatter_dim, plan.shape, head_group) for tensor in tensors]
     return _merge(mesh.all_to_all(_pack(pieces, plan), plan), pieces, gather_dim, plan)
 
 
@@ -99,11 +100,13 @@ def start_seq_to_heads(
     Returns:
         A handle for the resharded tensors.
     """
-    plan = _plan(mesh, _nbytes(tensors) // label.head_group.count, layer_codecs)
-    pieces = [_by_rank(tensor, HEADS, plan, label.head_group) for tensor in tensors]
     if layer_codecs:
-        results, targets = _results(pieces, SEQUENCE, plan)
+        shape = layer_codecs.slow_and_fast.shape
+        pieces = [_by_rank(tensor, HEADS, shape, label.head_group) for tensor in tensors]
+        results, targets = _results(pieces, SEQUENCE, shape)
         return coded_all_to_all.start(pieces, targets, mesh, layer_codecs, label, results, is_blocking)
+    plan = mesh.policy.plan_for(_nbytes(tensors) // label.head_group.count)
+    pieces = [_by_rank(tensor, HEADS, plan.shape, label.head_group) for tensor in tensors]
 
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
         return _merge(received, pieces, SEQUENCE, plan)
@@ -129,10 +132,13 @@ def start_heads_to_seq(
         layer_codecs: codecs for slow axes; lossless when not given.
         is_blocking: whether the caller waits right away and computes nothing meanwhile.
     """
-    plan = _plan(mesh, _nbytes([tensor]), layer_codecs)
-    pieces, targets = [_by_rank(tensor, SEQUENCE, plan)], [_by_rank(target, HEADS, plan, label.head_group)]
     if layer_codecs:
+        shape = layer_codecs.slow_and_fast.shape
+        pieces, targets = [_by_rank(tensor, SEQUENCE, shape)], [_by_rank(target, HEADS, shape, label.head_group)]
         return coded_all_to_all.start(pieces, targets, mesh, layer_codecs, label, None, is_blocking)
+    plan = mesh.policy.plan_for(_nbytes([tensor]))
+    pieces = [_by_rank(tensor, SEQUENCE, plan.shape)]
+    targets = [_by_rank(target, HEADS, plan.shape, label.head_group)]
 
     def write(received: torch.Tensor) -> None:
         _write(received, targets, plan)
@@ -140,28 +146,26 @@ def start_heads_to_seq(
     return mesh.start_all_to_all(_pack(pieces, plan), plan, label, write, is_blocking)
 
 
-def _plan(mesh: Mesh, nbytes: int, layer_codecs: LayerCodecs | None) -> Plan:
-    return mesh.hierarchical_plan if layer_codecs else mesh.policy.plan_for(nbytes)
-
-
-def _by_rank(tensor: torch.Tensor, dim: int, plan: Plan, head_group: HeadGroup = ALL_HEADS) -> torch.Tensor:
-    """View (..., P * n, ...) as (*plan.shape, ..., n, ...); of n, only the part of the head group."""
-    levels, size = len(plan.shape), tensor.shape[dim] // plan.topology.size
-    split = tensor.unflatten(dim, (*plan.shape, size))
+def _by_rank(tensor: torch.Tensor, dim: int, shape: tuple[int, ...], head_group: HeadGroup = ALL_HEADS) -> torch.Tensor:
+    """View (..., P * n, ...) as (*shape, ..., n, ...), P the product of `shape`; of n, only a head group's part."""
+    levels, size = len(shape), tensor.shape[dim] // math.prod(shape)
+    split = tensor.view(*tensor.shape[:dim], *shape, size, *tensor.shape[dim + 1 :])
     if head_group.count > 1:
         split = head_group.of(split, dim + levels)
     return split.permute(_move_dims(split.ndim, dim, 0, levels))
 
 
-def _results(pieces: list[torch.Tensor], dim: int, plan: Plan) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return new tensors for the pieces of all ranks, gathered along a dim, and views of them by source."""
-    levels, size = len(plan.shape), plan.topology.size
+def _results(
+    pieces: list[torch.Tensor], dim: int, shape: tuple[int, ...]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return new tensors for the pieces (*shape, ...) of all ranks, gathered along a dim, and views by source."""
+    levels, size = len(shape), math.prod(shape)
     shapes = [piece.shape[levels:] for piece in pieces]
     results = [
-        piece.new_empty(*shape[:dim], size * shape[dim], *shape[dim + 1 :])
-        for piece, shape in zip(pieces, shapes, strict=True)
+        piece.new_empty(*sizes[:dim], size * sizes[dim], *sizes[dim + 1 :])
+        for piece, sizes in zip(pieces, shapes, strict=True)
     ]
-    return results, [_by_rank(result, dim, plan) for result in results]
+    return results, [_by_rank(result, dim, shape) for result in results]
 
 
 def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
@@ -178,7 +182,7 @@ def _write(message: torch.Tensor, targets: list[torch.Tensor], plan: Plan) -> No
 
 def _merge(message: torch.Tensor, pieces: list[torch.Tensor], dim: int, plan: Plan) -> list[torch.Tensor]:
     """Return the tensors of a received message, gathered along a dim; `pieces` are those that this rank sent."""
-    results, targets = _results(pieces, dim, plan)
+    results, targets = _results(pieces, dim, plan.shape)
     _write(message, targets, plan)
     return results
 

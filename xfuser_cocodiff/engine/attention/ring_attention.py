@@ -98,16 +98,17 @@ def _gathers(
     partition = layer_codecs.partition if layer_codecs else None
     if partition is None:
         return [(ring.mesh, range(ring.mesh.topology.size), lambda: gather_blocks(tensors, ring.mesh, label))]
-    fast, remote, ranks = partition.fast, partition.remote_indices, partition.ranks_by_slow_index
+    fast, remote = partition.fast, partition.remote_indices
 
     def gather_remote() -> list[torch.Tensor]:
         coded = gather_blocks(tensors, partition.slow, label, layer_codecs)
         arrived = [torch.stack([blocks[index] for index in remote]) for blocks in coded]
         return gather_blocks(arrived, fast, label) if fast else arrived
 
-    far = [ranks[index][fast_index] for fast_index in range(partition.num_fast) for index in remote]
-    near = [(fast, ranks[partition.slow_index], lambda: gather_blocks(tensors, fast, label))] if fast else []
-    return [*near, (partition.slow, far, gather_remote)]
+    far = [partition.ranks_at(index)[fast_index] for fast_index in range(partition.num_fast) for index in remote]
+    near = partition.ranks_at(partition.slow_index)
+    of_near = [(fast, near, lambda: gather_blocks(tensors, fast, label))] if fast else []
+    return [*of_near, (partition.slow, far, gather_remote)]
 
 
 def _by_rank(blocks: torch.Tensor) -> list[torch.Tensor]:

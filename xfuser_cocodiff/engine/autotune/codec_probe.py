@@ -58,11 +58,12 @@ def _device_work(device: torch.device) -> tuple[Callable[[], None], int]:
     target = torch.empty_like(values)
     payload = values.new_empty(1, _CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
     sent, received = LinkReference(), LinkReference()
+    energies = torch.empty(1, 2, device=device)
     for reference in (sent, received):
         reference.advance(torch.zeros_like(values))
 
     def encode_and_decode() -> None:
-        encode([CodedTensor(values, sent, _CODEC, None, payload)])
+        encode([CodedTensor(values, sent, _CODEC, None, payload)], energies)
         decode([CodedTensor(target, received, _CODEC, None, payload)])
 
     return encode_and_decode, values.nbytes

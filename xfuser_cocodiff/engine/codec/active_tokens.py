@@ -9,7 +9,6 @@ import torch
 
 from xfuser_cocodiff.engine.codec import rows
 from xfuser_cocodiff.engine.codec.codec import TOKEN_DIM, Codec
-from xfuser_cocodiff.engine.codec.lead import Lead, decoded_values
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 
 
@@ -49,7 +48,6 @@ def select_tokens(
     reference: LinkReference,
     codec: Codec,
     local_slots: range | None = None,
-    lead: Lead | None = None,
 ) -> ActiveTokens:
     """Return the active tokens of each group: those that have changed most since the last step, as in V-Major.
 
@@ -58,11 +56,10 @@ def select_tokens(
         reference: the sender's.
         codec: gives the number of tokens.
         local_slots: slots of this rank, which are skipped; None for none.
-        lead: leading branch that the reference was prepared for; None if there is none.
     """
     tokens = values.shape[TOKEN_DIM]
     values = rows.remote_slots(values, local_slots)
-    last = decoded_values(reference, lead) if reference.last_values is None else reference.last_values
+    last = reference.values if reference.last_values is None else reference.last_values
     scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
     reference.last_values = values.clone(memory_format=torch.contiguous_format)
     count = codec.num_active(tokens)

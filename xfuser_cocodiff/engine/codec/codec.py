@@ -8,11 +8,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.codec.quantize import GRIDS, level_bytes
-from xfuser_cocodiff.engine.codec.rows import GAIN_BYTES, rows_of
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
+from xfuser_cocodiff.engine.codec.rows import PayloadLayout, rows_of
 
 LETTERS = "qkvo"
 """Letters of the tensors of a layer."""
@@ -70,8 +71,7 @@ class Codec:
         _, groups, heads, tokens, dim = shape
         if self.bits is None:
             return groups * heads * self.num_active(tokens) * dim * dtype.itemsize
-        rows, size = rows_of(shape)
-        return level_bytes(self.bits, rows, size) + rows + (GAIN_BYTES if self.sends_gain else 0)
+        return PayloadLayout.of(self.bits, *rows_of(shape), self.sends_gain).size
 
     @property
     def sends_gain(self) -> bool:
@@ -100,22 +100,40 @@ class Codec:
 EXACT = Codec()
 ALIGNMENT = 64
 """Alignment of the sections of a message in bytes, so that values can be read in place."""
+FLAG_BYTES = 1
+"""Bytes of the flag at the start of a message."""
 
 
-def aligned(size: int) -> int:
-    """Return a section's bytes with its padding."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+class MessageLayout(NamedTuple):
+    """The sections of one slot's message: a flag, and for each tensor a token mask and its encoded values.
+
+    A section begins at a multiple of ALIGNMENT.
+    """
+
+    sizes: list[int]
+    """Bytes of each section, each followed by the bytes of its padding. Tensors without a token mask have a section
+    without bytes for it."""
+    nbytes: int
+    """Bytes of the message."""
+
+    def sections(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return token mask and encoded values of each tensor in a buffer (P, nbytes), as views."""
+        views = buffer.split_with_sizes(self.sizes, 1)[2::2]
+        return list(zip(views[::2], views[1::2], strict=True))
 
 
-@functools.lru_cache(maxsize=1024)  # called four times for each tensor of a message
-def section_bytes(codec: Codec, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of a tensor's two sections for one link: its token mask, or 0 without one, and its payload.
+@functools.lru_cache(maxsize=4096)  # for every message
+def message_layout(tensors: tuple[tuple[str, Codec, tuple[int, ...]], ...], dtype: torch.dtype) -> MessageLayout:
+    """Return the layout of a message.
 
     Args:
-        codec: the tensor's.
-        name: name of the tensor, which begins with its letter.
-        shape: (L, G, H, T, D) of the values that cross the links.
+        tensors: letter, codec and shape (L, G, H, T, D) of each tensor.
         dtype: type of the values.
     """
-    mask = shape[1] * -(-shape[TOKEN_DIM] // 8) if codec.selects_tokens and name[0] in SELECTING else 0
-    return mask, codec.payload_bytes(shape, dtype)
+    sizes = [FLAG_BYTES]
+    for letter, codec, shape in tensors:
+        has_mask = codec.selects_tokens and letter in SELECTING
+        sizes.append(shape[1] * -(-shape[TOKEN_DIM] // 8) if has_mask else 0)
+        sizes.append(codec.payload_bytes(shape, dtype))
+    with_padding = [part for size in sizes for part in (size, -size % ALIGNMENT)]
+    return MessageLayout(with_padding, sum(with_padding))

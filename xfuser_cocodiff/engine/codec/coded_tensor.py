@@ -1,4 +1,4 @@
-"""Codecs: how the values of a tensor are encoded for slow links. Tensor code only; nothing here communicates.
+"""Coded tensors: how the values of a tensor are encoded for slow links. Nothing here communicates.
 
 Both ends of a link hold the same link reference: the values that the receiver decoded last. A codec sends the quantized
 residual to a prediction from that reference, and the sender updates its reference by the same arithmetic as the
@@ -15,19 +15,10 @@ import torch
 from xfuser_cocodiff.engine.codec import kernels, rows
 from xfuser_cocodiff.engine.codec.active_tokens import ActiveTokens
 from xfuser_cocodiff.engine.codec.codec import Codec
-from xfuser_cocodiff.engine.codec.lead import Lead, decoded_values
-from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
-from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart, Prediction
+from xfuser_cocodiff.engine.codec.lead import Lead
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
+from xfuser_cocodiff.engine.codec.rows import MessagePart, Prediction
 from xfuser_cocodiff.engine.codec.torch_kernels import energy
-
-
-class QuantError(NamedTuple):
-    """Reconstruction error of the values that a receiver decodes; both are float32 tensors of one element."""
-
-    error_energy: torch.Tensor
-    """Sum of squared errors; not finite if the values are not."""
-    value_energy: torch.Tensor
-    """Sum of squared values."""
 
 
 class CodedTensor(NamedTuple):
@@ -47,8 +38,6 @@ class CodedTensor(NamedTuple):
     """Slots of this rank, which are skipped; None for none."""
     lead: Lead | None = None
     """Leading branch that the reference was prepared for; None if there is none."""
-    sent_values: SentValues | None = None
-    """For the encoder: where the error is noted for branches that follow; None if none does."""
 
     @property
     def is_quantized(self) -> bool:
@@ -58,39 +47,52 @@ class CodedTensor(NamedTuple):
     @property
     def part(self) -> MessagePart:
         """Arguments of the kernels at this end."""
-        codec, base = self.codec, self.lead.base if self.lead else None
-        prediction = Prediction() if codec.is_keyframe else self.reference.prediction(codec.predicts)
+        values, codec, reference = self.values, self.codec, self.reference
+        prediction = Prediction() if codec.is_keyframe else reference.prediction(codec.predicts)
+        memory = reference.memory(self.link_shape, values.dtype, values.device, codec.predicts)
+        base = self.lead.base if self.lead else None
         assert codec.bits is not None
-        return MessagePart(self.values, prediction, codec.bits, self.payload, self.local_slots, codec.sends_gain, base)
+        return MessagePart(values, prediction, codec.bits, self.payload, memory, self.local_slots, base)
 
     @property
     def link_shape(self) -> tuple[int, ...]:
         """Shape (L, G, H, T, D) of the values that cross links."""
-        return rows.num_links(len(self.values), self.local_slots), *self.values.shape[1:]
+        slots, *rest = self.values.shape
+        return rows.num_links(slots, self.local_slots), *rest
 
-    def advance(self, reference: Int8Rows) -> None:
-        """Advance the reference to what the receiver decodes of quantized values."""
-        weight = self.lead.weight if self.lead else 0.0
-        self.reference.advance_rows(reference, self.link_shape, self.values.dtype, self.codec.predicts, weight)
+    def advance(self, part: MessagePart) -> None:
+        """Advance the reference to what the receiver decodes of quantized values, after a kernel has written it."""
+        is_difference = self.lead is not None and self.lead.is_coded
+        how = self.link_shape, self.values.dtype, self.codec.predicts, is_difference
+        self.reference.advance_rows(part.new_reference, *how)
+        self.finish()
 
-    def rebase(self) -> None:
+    def finish(self) -> None:
         """Convert the reference to the one that the next step of a following branch needs."""
         if self.lead:
-            self.lead.rebase(self.reference, self.lead.next_weight)
+            self.lead.finish(self.reference)
 
 
-def encode(tensors: Sequence[CodedTensor]) -> list[QuantError | None]:
+def encode(tensors: Sequence[CodedTensor], energies: torch.Tensor) -> None:
     """Encode tensors into their payloads, and advance the sender's references to the values that receivers decode.
 
     Args:
         tensors: all on one device; a leading branch before those that follow it.
-
-    Returns:
-        The reconstruction error of each, or None if its codec is lossless.
+        energies: float32 (number of lossy tensors, 2), written: the sums of squared errors and of squared values of
+            quantized tensors, then of those that send some of their tokens; see :func:`kernels.encode`.
     """
-    parts = [tensor.part for tensor in tensors if tensor.is_quantized]
-    results = iter(kernels.encode(parts) if parts else ())
-    return [_advance_sent(tensor, next(results)) if tensor.is_quantized else _send_values(tensor) for tensor in tensors]
+    quantized = [tensor for tensor in tensors if tensor.is_quantized]
+    if parts := [tensor.part for tensor in quantized]:
+        kernels.encode(parts, energies[: len(parts)])
+    for tensor, part in zip(quantized, parts, strict=True):
+        tensor.advance(part)
+    row = len(parts)
+    for tensor in tensors:
+        if tensor.codec.is_exact:
+            _send_values(tensor, None)
+        elif not tensor.is_quantized:
+            _send_values(tensor, energies[row])
+            row += 1
 
 
 def decode(tensors: Sequence[CodedTensor]) -> None:
@@ -99,76 +101,50 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
     Args:
         tensors: all on one device; a following branch needs a call after that of its leading branch.
     """
-    parts = [tensor.part for tensor in tensors if tensor.is_quantized]
-    decoded = iter(kernels.decode(parts) if parts else ())
+    quantized = [tensor for tensor in tensors if tensor.is_quantized]
+    if parts := [tensor.part for tensor in quantized]:
+        kernels.decode(parts)
+    for tensor, part in zip(quantized, parts, strict=True):
+        tensor.advance(part)
     for tensor in tensors:
-        if tensor.is_quantized:
-            tensor.advance(next(decoded))
-            tensor.rebase()
-        else:
+        if not tensor.is_quantized:
             _receive_values(tensor)
 
 
-def round_trip(tensor: CodedTensor) -> tuple[QuantError, torch.Tensor]:
-    """Encode a quantized tensor whose sender and receiver share a reference.
-
-    Returns:
-        The reconstruction error, and the values that the receiver decodes, (L, G, H, T, D).
-    """
-    part, target = tensor.part, torch.empty_like(tensor.values)
-    [result] = kernels.encode([part])
-    base = tensor.lead.decoded if tensor.lead and tensor.lead.weight else None
-    kernels.decode([part._replace(values=target, base=base)])
-    return _advance_sent(tensor, result), target
-
-
-def _advance_sent(tensor: CodedTensor, result: EncodeResult) -> QuantError:
-    """Advance the sender's reference of a tensor that was encoded, and return its error."""
-    reference, lead = tensor.reference, tensor.lead
-    tensor.advance(result.reference)
-    reference.gains = reference.gains if result.gains is None else result.gains
-    error_energy = result.error_energy
-    if lead and lead.sent and lead.sent.error_energy is not None:
-        error_energy = error_energy + lead.weight**2 * lead.sent.error_energy  # both errors are independent
-    if tensor.sent_values:
-        tensor.sent_values.error_energy = error_energy
-    tensor.rebase()
-    return QuantError(error_energy, result.value_energy)
-
-
-def _send_values(tensor: CodedTensor) -> QuantError | None:
+def _send_values(tensor: CodedTensor, energies: torch.Tensor | None) -> None:
     """Write the values of active tokens to the payload, and advance the sender's reference.
 
-    Returns:
-        The reconstruction error; None if all tokens are sent.
+    Args:
+        tensor: the tensor.
+        energies: float32 (2), written: see :func:`encode`; None if all tokens are sent.
     """
     values, reference = rows.remote_slots(tensor.values, tensor.local_slots), tensor.reference
     if not tensor.codec.sends_nothing:
         sent = values if tensor.active is None else tensor.active.select(values)
         rows.write_remote_slots(tensor.payload.view(values.dtype), sent.flatten(1), tensor.local_slots)
-    if tensor.codec.is_exact:
+    if energies is None:
         reference.advance(values)
         reference.last_values = None  # the reference is of this step
-        tensor.rebase()
-        return None
+        tensor.finish()
+        return
     if tensor.active is not None:
         reference.advance(tensor.active.replace(reference.values, sent))
-    return QuantError(energy(values - reference.values), energy(values))
+    energies[0], energies[1] = energy(values - reference.values), energy(values)
 
 
 def _receive_values(tensor: CodedTensor) -> None:
     """Read the values of active tokens from the payload, and advance the receiver's reference; others keep theirs."""
     target, reference = tensor.values, tensor.reference
-    if not tensor.codec.sends_nothing:
-        payload = rows.remote_slots(tensor.payload.view(target.dtype), tensor.local_slots)
-        shape = [*tensor.link_shape]
-        if tensor.active is None:
-            received = payload.view(shape)
-        else:
-            shape[3] = tensor.active.count
-            received = tensor.active.replace(reference.values, payload.view(shape))
-        rows.write_remote_slots(target, received, tensor.local_slots)
-        reference.advance(received)
-        tensor.rebase()
+    if tensor.codec.sends_nothing:
+        rows.write_remote_slots(target, reference.values, tensor.local_slots)
+        return
+    payload = rows.remote_slots(tensor.payload.view(target.dtype), tensor.local_slots)
+    shape = [*tensor.link_shape]
+    if tensor.active is None:
+        received = payload.view(shape)
     else:
-        rows.write_remote_slots(target, decoded_values(reference, tensor.lead), tensor.local_slots)
+        shape[3] = tensor.active.count
+        received = tensor.active.replace(reference.values, payload.view(shape))
+    rows.write_remote_slots(target, received, tensor.local_slots)
+    reference.advance(received)
+    tensor.finish()

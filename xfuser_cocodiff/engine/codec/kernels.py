@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.codec.rows import EncodeResult, Int8Rows, MessagePart, check_base
+from xfuser_cocodiff.engine.codec.rows import MessagePart, check_base
 from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
@@ -94,31 +94,31 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
-    """Encode the tensors of a message as quantized residuals to their predictions, and write the payloads.
+def encode(parts: Sequence[MessagePart], energies: torch.Tensor) -> None:
+    """Encode the tensors of a message as quantized residuals to their predictions.
 
     Args:
-        parts: the tensors, all on one device.
+        parts: the tensors, all on one device. Their payloads, new references and gains are written.
+        energies: float32 (number of parts, 2), written: the sum of squared reconstruction errors, not finite if the
+            values are not, and that of the values themselves; with a base the error is that of the difference.
 
     Raises:
         ValueError: a base that does not fit its values.
     """
-    return _kernels_for(parts).encode(parts)
+    _kernels_for(parts).encode(parts, energies)
 
 
-def decode(parts: Sequence[MessagePart]) -> list[Int8Rows]:
+def decode(parts: Sequence[MessagePart]) -> None:
     """Decode payloads, as :func:`encode` writes them, into the values of each part, except for the local slots.
 
     Args:
-        parts: as passed to :func:`encode`, but for the values. None may need the decoded values of another.
-
-    Returns:
-        The receiver's new link reference of each part; with a base, of the decoded difference.
+        parts: as passed to :func:`encode`, but for the values. None may need the decoded values of another. Their new
+            references are written too.
 
     Raises:
         ValueError: a base that does not fit its values.
     """
-    return _kernels_for(parts).decode(parts)
+    _kernels_for(parts).decode(parts)
 
 
 def _kernels_for(parts: Sequence[MessagePart]) -> ModuleType:

@@ -12,51 +12,38 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.codec.codec import Codec
-from xfuser_cocodiff.engine.codec.link_reference import LinkReference, SentValues
+from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 
 
 class Lead(NamedTuple):
     """The leading branch of a tensor at one end of its links, for a branch that follows it."""
 
     reference: LinkReference
-    """Reference of the leading branch at this end; its weight is 0."""
-    weight: float
-    """Weight of the leading branch in the difference that is coded; 0 to code the values by themselves."""
-    next_weight: float
-    """Weight of the leading branch in the reference that is left for the next step."""
-    sent: SentValues | None = None
-    """At the sender, the values that the leading branch has sent in this step, if they are subtracted."""
+    """Reference of the leading branch at this end, of its values."""
+    is_coded: bool
+    """Whether the difference to the leading branch is coded; else the values by themselves."""
+    is_kept: bool
+    """Whether the difference is left as the reference for the next step."""
+    sent: torch.Tensor | None = None
+    """At the sender, the values (L, G, H, T, D) that the leading branch has sent in this step, if subtracted."""
 
     @property
     def base(self) -> torch.Tensor | None:
         """What is subtracted before encoding and added after decoding, (L, G, H, T, D); None if nothing is."""
-        if not self.weight:
+        if not self.is_coded:
             return None
-        return self.decoded if self.sent is None else self.sent.kept
-
-    @property
-    def decoded(self) -> torch.Tensor:
-        """What both ends hold of the leading branch, (L, G, H, T, D)."""
-        return self.reference.values
-
-    def alone(self) -> "Lead":
-        """Return the lead of a tensor whose values are coded by themselves after all."""
-        return self._replace(weight=0.0, sent=None)
+        return self.reference.values if self.sent is None else self.sent
 
     def prepare(self, reference: LinkReference, codec: Codec) -> None:
         """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
         if not codec.is_stateless:
-            self.rebase(reference, self.weight)
+            self._rebase(reference, self.is_coded)
 
-    def rebase(self, reference: LinkReference, weight: float) -> None:
-        """Convert the following branch's reference to one with another weight of the leading branch."""
-        if weight != reference.weight:
-            reference.advance(reference.values + self.decoded * (reference.weight - weight), weight)
+    def finish(self, reference: LinkReference) -> None:
+        """Convert the following branch's reference to the one that its next step needs."""
+        self._rebase(reference, self.is_kept)
 
-
-def decoded_values(reference: LinkReference, lead: Lead | None) -> torch.Tensor:
-    """Return the values that receivers have decoded, (L, G, H, T, D)."""
-    decoded = reference.values
-    if lead is None or not reference.weight:
-        return decoded
-    return (decoded.float() + reference.weight * lead.decoded.float()).to(decoded.dtype)
+    def _rebase(self, reference: LinkReference, is_difference: bool) -> None:
+        if is_difference is not reference.is_difference:
+            sign = -1 if is_difference else 1
+            reference.advance(reference.values + sign * self.reference.values, is_difference)

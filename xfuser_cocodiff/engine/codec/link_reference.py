@@ -3,13 +3,11 @@
 Sizes in shapes: L links; G groups of tokens, H heads, T tokens, D head dim.
 """
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows, Prediction
+from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows, Prediction, rows_of
 
 _INITIAL_GAIN = GAIN_STEPS // 2
 """Gain of the prediction before there is an estimate, in units of 1 / GAIN_STEPS."""
@@ -31,12 +29,11 @@ class LinkReference:
         """Shape of the reference, (L, G, H, T, D)."""
         self._dtype: torch.dtype | None = None
         self.gains: torch.Tensor | None = None
-        """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
+        """Gains of the next prediction, uint8 (L), in units of 1 / GAIN_STEPS; the sender's are estimates."""
         self.last_values: torch.Tensor | None = None
         """Values of the step before, if the sender selects tokens by their change."""
-        self.weight = 0.0
-        """Weight at which the leading branch's reference was subtracted from this one; 0 for a reference of the values
-        themselves."""
+        self.is_difference = False
+        """Whether this is a reference of the difference to the leading branch, and not of the values themselves."""
 
     @property
     def has_values(self) -> bool:
@@ -45,7 +42,7 @@ class LinkReference:
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Return whether there is a reference for values of this shape and type."""
-        return self.has_values and self.shape == tuple(shape) and self._dtype == dtype
+        return self.has_values and self.shape == shape and self._dtype == dtype
 
     @property
     def values(self) -> torch.Tensor:
@@ -58,44 +55,71 @@ class LinkReference:
     def prediction(self, predicts: bool) -> Prediction:
         """Return the inputs of the prediction; of the reference itself unless it is extrapolated."""
         assert self._current
-        gains = self.gains
-        if gains is None:
-            gains = _same_gain(_INITIAL_GAIN, self.shape[0], self._current.levels.device)
-        return Prediction(self._current, self._previous if predicts else None, gains)
+        if not predicts:
+            return Prediction(self._current)
+        if self.gains is None:
+            self.gains = torch.full(
+                self.shape[:1], _INITIAL_GAIN, dtype=torch.uint8, device=self._current.levels.device
+            )
+        return Prediction(self._current, self._previous, self.gains)
 
-    def advance(self, values: torch.Tensor, weight: float = 0.0) -> None:
+    def memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, keeps_previous: bool) -> Int8Rows:
+        """Return where the next reference is to be written: to the memory of the oldest one that is no longer needed.
+
+        Args:
+            shape: (L, G, H, T, D) of the values.
+            dtype: their type.
+            device: where they are.
+            keeps_previous: whether the present reference is kept, for extrapolation.
+        """
+        oldest = self._previous if keeps_previous else self._current
+        if oldest is not None and self.fits(shape, dtype):
+            return oldest
+        return Int8Rows.empty(shape[0], *rows_of(shape), device)
+
+    def advance(self, values: torch.Tensor, is_difference: bool = False) -> None:
         """Replace the reference by values, (L, G, H, T, D), zeros in place of those that are not finite.
 
         Args:
             values: new reference.
-            weight: the new :attr:`weight`.
+            is_difference: see :attr:`is_difference`.
         """
         if self._is_exact:
-            self._set(None, values.shape, values.dtype, False, weight)
+            self._set(None, values.shape, values.dtype, False, is_difference)
             self._values = torch.nan_to_num(values, 0.0, 0.0, 0.0).contiguous()
         else:
-            self._set(Int8Rows.of(values), values.shape, values.dtype, False, weight)
+            self._set(Int8Rows.of(values), values.shape, values.dtype, False, is_difference)
 
     def advance_rows(
-        self, rows: Int8Rows, shape: Sequence[int], dtype: torch.dtype, keeps_previous: bool, weight: float = 0.0
+        self,
+        rows: Int8Rows,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        keeps_previous: bool,
+        is_difference: bool = False,
     ) -> None:
-        """Replace the reference by rows that a kernel has made.
+        """Replace the reference by rows that a kernel has written to :meth:`memory`.
 
         Args:
             rows: new reference.
             shape: (L, G, H, T, D).
             dtype: type of the values.
-            keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape or weight
-                differs.
-            weight: the new :attr:`weight`.
+            keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape differs, or if
+                one of both is of a difference.
+            is_difference: see :attr:`is_difference`.
         """
-        self._set(rows, shape, dtype, keeps_previous, weight)
+        self._set(rows, shape, dtype, keeps_previous, is_difference)
 
     def _set(
-        self, rows: Int8Rows | None, shape: Sequence[int], dtype: torch.dtype, keeps_previous: bool, weight: float
+        self,
+        rows: Int8Rows | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        keeps_previous: bool,
+        is_difference: bool,
     ) -> None:
-        if weight != self.weight:
-            self.weight, self.gains, keeps_previous = weight, None, False
+        if is_difference is not self.is_difference:
+            self.is_difference, self.gains, keeps_previous = is_difference, None, False
         self._previous = self._current if keeps_previous and self.fits(shape, dtype) else None
         self._current, self.shape, self._dtype = rows, torch.Size(shape), dtype
 
@@ -115,25 +139,3 @@ class LinkReference:
         """Memory in bytes."""
         of_selection = () if self.last_values is None else (self.last_values,)
         return sum(tensor.nbytes for tensor in (*self.stored, *of_selection))
-
-
-@dataclass
-class SentValues:
-    """Values of a leading branch that this rank has sent in a step."""
-
-    step: int
-    """The step."""
-    shape: tuple[int, ...]
-    """Their shape (L, G, H, T, D)."""
-    dtype: torch.dtype
-    """Their type."""
-    kept: torch.Tensor | None = None
-    """The values, (L, G, H, T, D); None if they are not kept."""
-    error_energy: torch.Tensor | None = None
-    """Sum of squared reconstruction errors, float32; None if they were sent losslessly."""
-
-
-@functools.cache  # created once, since copying it to a device blocks the host
-def _same_gain(gain: int, links: int, device: torch.device) -> torch.Tensor:
-    """Return a gain for all links, uint8 (L)."""
-    return torch.full((links,), gain, dtype=torch.uint8, device=device)

@@ -141,8 +141,7 @@ def to_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits = largest.view(torch.int32)
     exponent, mantissa = (bits >> _MANTISSA_BITS) - _EXPONENT_OF_ONE, bits & (2**_MANTISSA_BITS - 1)
     code = PER_OCTAVE * (exponent + INT8_LOWEST_OCTAVE)  # of the smallest maximum that is not below
-    for threshold in INT8_THRESHOLDS:
-        code = code + (mantissa > threshold)
+    code = code + torch.bucketize(mantissa, _int8_thresholds(values.device))
     code = code.clamp_(1, NOT_FINITE - 1).masked_fill_(largest == 0, 0).masked_fill_(~largest.isfinite(), NOT_FINITE)
     # Levels of rows that are not finite do not matter: their width decodes to NaN.
     inverse = int8_inverses(values.device)[code, None]
@@ -153,6 +152,11 @@ def to_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def from_int8(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the values of :func:`to_int8`'s levels and codes, float32; NaN in rows that were not finite."""
     return levels * int8_widths(codes.device)[codes.int(), None]
+
+
+@functools.cache  # created once, since copying it to a device blocks the host
+def _int8_thresholds(device: torch.device) -> torch.Tensor:
+    return torch.tensor(INT8_THRESHOLDS, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Arguments and results of the kernels: predictions, encode results, and views of slots and payloads.
+"""Arguments of the kernels: predictions, link references, payloads, and views of slots.
 
 The backends `torch_kernels` (any device) and `triton_kernels` (accelerators) share them; the latter reads and writes
 each tensor once. A payload of one backend decodes to the same bits with the other: only the encoder computes scales,
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.codec.quantize import from_int8, to_int8, tokens_per_row
+from xfuser_cocodiff.engine.codec.quantize import from_int8, level_bytes, to_int8, tokens_per_row
 
 
 class Int8Rows(NamedTuple):
@@ -28,12 +28,18 @@ class Int8Rows(NamedTuple):
     @classmethod
     def of(cls, values: torch.Tensor) -> "Int8Rows":
         """Return the rows of values (L, G, H, T, D), with zeros in place of those that are not finite."""
-        return cls.of_rows(in_rows(torch.nan_to_num(values.float(), 0.0, 0.0, 0.0)))
+        return cls(*to_int8(in_rows(torch.nan_to_num(values.float(), 0.0, 0.0, 0.0))))
 
     @classmethod
-    def of_rows(cls, values: torch.Tensor) -> "Int8Rows":
-        """Return the rows of float32 values (L, R, N)."""
-        return cls(*to_int8(values))
+    def empty(cls, links: int, rows: int, size: int, device: torch.device) -> "Int8Rows":
+        """Return memory for rows of `size` values."""
+        levels = torch.empty(links, rows, size, dtype=torch.int8, device=device)
+        return cls(levels, torch.empty(links, rows, dtype=torch.uint8, device=device))
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replace the rows by those of float32 values (L, R, N)."""
+        for target, new in zip(self, to_int8(values), strict=True):
+            target.copy_(new)
 
     @property
     def values(self) -> torch.Tensor:
@@ -49,7 +55,9 @@ class Prediction(NamedTuple):
     previous: Int8Rows | None = None
     """Link reference of the step before; None to predict the reference itself."""
     gains: torch.Tensor | None = None
-    """Gain of each link in units of 1 / GAIN_STEPS, uint8 (L)."""
+    """Gain of each link in units of 1 / GAIN_STEPS, uint8 (L); a previous reference needs one. The payload carries it,
+    and the receiver uses what has arrived in place of its own. The encoder replaces it by an estimate for the next step
+    if there is a previous reference."""
 
 
 class MessagePart(NamedTuple):
@@ -62,17 +70,22 @@ class MessagePart(NamedTuple):
     bits: float
     """Bits per value of the residual, one of quantize.GRIDS."""
     payload: torch.Tensor
-    """uint8 (P, n); the local slots are not accessed. The levels of all rows, then their scales. Slots may have gaps
-    between them and begin at an even address."""
+    """uint8 (P, n), see :class:`PayloadLayout`; the local slots are not accessed. Slots may have gaps between them and
+    begin at an even address."""
+    new_reference: Int8Rows
+    """Where the new link reference is written: the values as the receiver decodes them; with a base, differences to it.
+    It may be the memory of the prediction's references."""
     local_slots: range | None = None
     """Slots of this rank, which are skipped; None for none."""
-    sends_gain: bool = False
-    """Whether the payload ends with GAIN_BYTES bytes that carry the gain, which the receiver uses in place of those of
-    its prediction."""
     base: torch.Tensor | None = None
     """Values (L, G, H, T, D), of any strides, whose difference is encoded, such as those of another branch; the
     prediction is one of the difference. The receiver adds its own, such as the decoded values of the sender's base.
     None to encode the values themselves. The payload has the same form."""
+
+    @property
+    def sends_gain(self) -> bool:
+        """Whether the payload ends with GAIN_BYTES bytes that carry the gain."""
+        return self.prediction.gains is not None
 
 
 GAIN_STEPS = 32
@@ -87,17 +100,21 @@ def sample_stride(tokens: int) -> int:
     return max(1, tokens // _SAMPLED_TOKENS)
 
 
-class EncodeResult(NamedTuple):
-    """The sender's new link reference, and the figures that encoding gives."""
+class PayloadLayout(NamedTuple):
+    """Where a slot's payload of quantized values has what, in bytes: levels from 0, then scales, then a gain."""
 
-    reference: Int8Rows
-    """Values as the receiver decodes them; with a base, differences to it."""
-    error_energy: torch.Tensor
-    """Sum of squared reconstruction errors, with a base those of the difference; not finite if the values are not."""
-    value_energy: torch.Tensor
-    """Sum of squared values, with a base those of the values themselves."""
-    gains: torch.Tensor | None = None
-    """Least-squares gain of each link for the next step, uint8 (L); None without a previous reference."""
+    scales: int
+    """Offset of the scales, one byte for each row."""
+    gain: int
+    """Offset of the gain, or the end of a payload without one."""
+    size: int
+    """Bytes of the payload."""
+
+    @classmethod
+    def of(cls, bits: float, rows: int, size: int, sends_gain: bool) -> "PayloadLayout":
+        """Return the layout for rows of `size` values."""
+        scales = level_bytes(bits, rows, size)
+        return cls(scales, scales + rows, scales + rows + GAIN_BYTES * sends_gain)
 
 
 def check_base(part: MessagePart) -> None:

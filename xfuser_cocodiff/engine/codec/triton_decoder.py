@@ -49,8 +49,6 @@ def _decode_rows(tensor, shapes: tl.constexpr, index: tl.constexpr, program, tab
     gain = 0
     if tensor.gain_offset is not None:
         gain = tl.load(message + read_size(tensor.gain_offset))
-    elif tensor.previous is not None:
-        gain = tl.load(tensor.gains + link)
     column = tl.arange(0, shape.block)
     unit = program % programs * shape.block_rows + tl.arange(0, shape.block_rows)
     inside = (unit < tl.cdiv(rows, per_unit))[:, None] & (column < size)[None, :]

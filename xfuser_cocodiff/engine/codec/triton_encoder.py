@@ -67,9 +67,8 @@ def _encode_rows(tensor, shapes: tl.constexpr, index: tl.constexpr, program, tab
     slot = link + (link >= read_size(tensor.local_start)) * read_size(tensor.local_count)
     message = tensor.payload + slot.to(tl.int64) * tensor.stride_payload
     gain = 0
-    if (tensor.previous is not None) or (tensor.gain_offset is not None):
-        gain = tl.load(tensor.gains + link)
     if tensor.gain_offset is not None:  # every program of a link writes the same
+        gain = tl.load(tensor.gains + link)
         tl.store(message + read_size(tensor.gain_offset), gain)
     column = tl.arange(0, shape.block)
     unit = program % programs * shape.block_rows + tl.arange(0, shape.block_rows)
@@ -205,5 +204,5 @@ def _reduce_in_last_program(tensor, sums, energies, counter):
                 )  # fmt: skip
                 gain = tl.floor(numerator / denominator * UNIT_GAIN + 0.5)
                 gain = tl.where(gain == gain, tl.minimum(tl.maximum(gain, 0.0), UNIT_GAIN), 0.0)
-                tl.store(tensor.next_gains + link, gain.to(tl.uint8))
+                tl.store(tensor.gains + link, gain.to(tl.uint8))
         tl.store(energies + field, of_tensor, mask=field < 2)

@@ -1,6 +1,6 @@
 """The Triton backend of the kernels, for accelerators: one launch a message, which reads and writes each tensor once.
 
-:mod:`xfuser_cocodiff.engine.codec` documents the functions, :mod:`triton_tensors` the arguments of the kernels.
+:mod:`kernels` documents the functions, :mod:`triton_tensors` the arguments of the kernels.
 """
 
 import contextlib
@@ -14,15 +14,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from xfuser_cocodiff.engine.codec import quantize
-from xfuser_cocodiff.engine.codec.rows import (
-    GAIN_BYTES,
-    EncodeResult,
-    Int8Rows,
-    MessagePart,
-    num_links,
-    rows_of,
-    sample_stride,
-)
+from xfuser_cocodiff.engine.codec.rows import MessagePart, PayloadLayout, num_links, rows_of, sample_stride
 from xfuser_cocodiff.engine.codec.triton_decoder import decode_kernel
 from xfuser_cocodiff.engine.codec.triton_encoder import encode_kernel
 from xfuser_cocodiff.engine.codec.triton_tensors import RowShape, TensorArguments, size_of, unspecialized
@@ -38,87 +30,93 @@ _MAX_REGISTERS = 64
 """Maximum number of registers of a thread on NVIDIA GPUs, which leaves half of the warps resident."""
 
 
-def encode(parts: Sequence[MessagePart]) -> list[EncodeResult]:
-    """Encode the tensors of a message and write their payloads; see the package."""
+def encode(parts: Sequence[MessagePart], energies: torch.Tensor) -> None:
+    """Encode the tensors of a message and write their payloads; see :mod:`kernels`."""
     assert len(parts) <= _MAX_TENSORS
-    tensors, shapes = tuple(map(_sender_arguments, parts)), _shapes(parts)
-    device, programs = parts[0].values.device, _num_programs(tensors)
-    sums, energies = (
-        torch.empty(shape, dtype=torch.float32, device=device) for shape in ((programs, 4), (len(parts), 2))
-    )
-    counters = _counters(device, _current_stream(device))
+    tensors, shapes = _arguments(parts, [_with_contiguous_rows(part.values) for part in parts])
+    device, programs = energies.device, _num_programs(tensors)
+    scratch = _scratch(device, _current_stream(device))
     try:
-        encode_kernel[(programs,)](tensors, shapes, _tables(device), sums, energies, counters, **_launch_options())
+        encode_kernel[(programs,)](
+            tensors, shapes, _tables(device), scratch.sums(programs), energies, scratch.counters, **_launch_options()
+        )
     except BaseException:
-        _counters.cache_clear()  # programs may have counted
+        _scratch.cache_clear()  # programs may have counted
         raise
-    return [
-        EncodeResult(Int8Rows(tensor.new_reference, tensor.new_codes), of_part[0], of_part[1], tensor.next_gains)
-        for tensor, of_part in zip(tensors, energies.unbind(), strict=True)
-    ]
 
 
-def decode(parts: Sequence[MessagePart]) -> list[Int8Rows]:
-    """Decode the payloads of a message into its targets and return the new link references; see the package."""
+def decode(parts: Sequence[MessagePart]) -> None:
+    """Decode the payloads of a message into its targets; see :mod:`kernels`."""
     targets = [part.values for part in parts]
     written = [each if each.stride(-1) == 1 else torch.empty_like(each).contiguous() for each in targets]
-    tensors = tuple(map(_arguments, parts, written))
-    decode_kernel[(_num_programs(tensors),)](tensors, _shapes(parts), _tables(targets[0].device), **_launch_options())
+    tensors, shapes = _arguments(parts, written)
+    decode_kernel[(_num_programs(tensors),)](tensors, shapes, _tables(targets[0].device), **_launch_options())
     for part, target in zip(parts, written, strict=True):
         if target is not part.values:
             local = part.local_slots or range(0)
             for remote in (slice(0, local.start), slice(local.stop, None)):
                 part.values[remote].copy_(target[remote])
-    return [Int8Rows(tensor.new_reference, tensor.new_codes) for tensor in tensors]
 
 
-def _sender_arguments(part: MessagePart) -> TensorArguments:
-    """Return the encoder's arguments for a tensor."""
-    arguments, grid = _arguments(part, _with_contiguous_rows(part.values)), quantize.GRIDS[part.bits]
-    gains = None
-    if arguments.previous is not None:
-        gains = torch.empty(len(arguments.new_codes), dtype=torch.uint8, device=part.values.device)
-    norm = arguments.new_reference.shape[-1] ** -0.5
-    how = (0.0, 1 / grid.reach, 1.0) if grid.by_maximum else (norm, quantize.PEAK_SHARE, 0.5)
-    return arguments._replace(
-        next_gains=gains,
-        **dict(zip(("norm_weight", "peak_weight", "rounding"), how, strict=True)),
-        stride_sample=unspecialized(sample_stride(part.values.shape[3])),
-    )
-
-
-def _arguments(part: MessagePart, values: torch.Tensor) -> TensorArguments:
-    """Return the kernels' arguments for a tensor, with memory for its new reference.
+def _arguments(
+    parts: Sequence[MessagePart], values: Sequence[torch.Tensor]
+) -> tuple[tuple[TensorArguments, ...], tuple[RowShape, ...]]:
+    """Return the kernels' arguments for the tensors of a message, and the constants of the compiler.
 
     Args:
-        part: the tensor.
-        values: its values or target, (P, G, H, T, D) with D contiguous.
+        parts: the tensors.
+        values: their values or targets, (P, G, H, T, D) each, with D contiguous.
 
     Raises:
         ValueError: the bytes of a slot's payload are not contiguous.
     """
-    slots, groups, heads, tokens, _ = values.shape
-    links, (rows, size) = num_links(slots, part.local_slots), rows_of(values.shape)
-    payload, grid, prediction = part.payload, quantize.GRIDS[part.bits], part.prediction
-    if payload.stride(-1) != 1:
-        raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
-    units = -(-rows // grid.per_unit)
-    programs = triton.cdiv(units, _row_shape_of(values).block_rows.value)
-    base = None if part.base is None else _with_contiguous_rows(part.base)
-    fields: tuple[Any, ...] = (
-        *(values, *values.stride()[:4]),
-        *((None,) * 5 if base is None else (base, *base.stride()[:4])),
-        *(prediction.reference or (None, None)),
-        *(prediction.previous or (None, None)),
-        *(prediction.gains, payload, payload.stride(0), unspecialized(quantize.level_bytes(part.bits, rows, size))),
-        unspecialized(payload.shape[1] - GAIN_BYTES) if part.sends_gain else None,
-        torch.empty(links, rows, size, dtype=torch.int8, device=values.device),
-        torch.empty(links, rows, dtype=torch.uint8, device=values.device),
-        *map(unspecialized, (links, groups, heads, tokens, *_local_arguments(part.local_slots, links))),
-        *map(unspecialized, (links * programs, grid.levels, grid.per_unit)),
-        *(grid.width, 1 / grid.levels),
+    tensors, shapes = [], []
+    for part, data in zip(parts, values, strict=True):
+        payload, reference, previous = part.payload, part.prediction.reference, part.prediction.previous
+        if payload.stride(-1) != 1:
+            raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
+        base = None if part.base is None else _with_contiguous_rows(part.base)
+        sizes, shape = _sizes(data.shape, data.itemsize, part.local_slots, part.bits, part.sends_gain)
+        fields = (
+            *(data, *data.stride()[:4]),
+            *((None,) * 5 if base is None else (base, *base.stride()[:4])),
+            *(reference or (None, None)),
+            *(previous or (None, None)),
+            *(part.prediction.gains, payload, payload.stride(0)),
+            *part.new_reference,
+            *sizes,
+        )
+        tensors.append(TensorArguments(*fields))
+        shapes.append(shape)
+    return tuple(tensors), tuple(shapes)
+
+
+@functools.lru_cache(maxsize=4096)  # for every tensor of every message
+def _sizes(
+    shape: tuple[int, ...], value_bytes: int, local_slots: range | None, bits: float, sends_gain: bool
+) -> tuple[tuple, RowShape]:
+    """Return what the kernels' arguments have besides tensors and strides, and the constants of the compiler.
+
+    Args:
+        shape: (P, G, H, T, D).
+        value_bytes: bytes of a value.
+        local_slots: slots of this rank.
+        bits: bits per value.
+        sends_gain: whether the payload ends with a gain.
+    """
+    slots, groups, heads, tokens, dim = shape
+    links, (rows, size), grid = num_links(slots, local_slots), rows_of(shape), quantize.GRIDS[bits]
+    layout = PayloadLayout.of(bits, rows, size, sends_gain)
+    row_shape = _row_shape(dim, quantize.tokens_per_row(dim, tokens), value_bytes)
+    programs = links * triton.cdiv(-(-rows // grid.per_unit), row_shape.block_rows.value)
+    first_local = (links, 0) if local_slots is None else (local_slots.start, len(local_slots))
+    scale = (0.0, 1 / grid.reach, 1.0) if grid.by_maximum else (size**-0.5, quantize.PEAK_SHARE, 0.5)
+    sizes = (
+        *(unspecialized(layout.scales), unspecialized(layout.gain) if sends_gain else None),
+        *map(unspecialized, (links, groups, heads, tokens, *first_local, programs, grid.levels, grid.per_unit)),
+        *(grid.width, 1 / grid.levels, *scale, unspecialized(sample_stride(tokens))),
     )
-    return TensorArguments(*fields)
+    return sizes, row_shape
 
 
 @functools.cache
@@ -135,18 +133,7 @@ def _num_programs(tensors: Sequence[TensorArguments]) -> int:
     return sum(size_of(tensor.programs) for tensor in tensors)
 
 
-def _shapes(parts: Sequence[MessagePart]) -> tuple[RowShape, ...]:
-    """Return the constants of the compiler for a message."""
-    return tuple(_row_shape_of(part.values) for part in parts)
-
-
-def _row_shape_of(values: torch.Tensor) -> RowShape:
-    """Return the shape of rows and tiles of values (P, G, H, T, D)."""
-    *_, tokens, dim = values.shape
-    return _row_shape(dim, quantize.tokens_per_row(dim, tokens), values.itemsize)
-
-
-@functools.lru_cache(maxsize=1024)  # for every tensor of every message
+@functools.cache
 def _row_shape(dim: int, row_tokens: int, value_bytes: int) -> RowShape:
     """Return the shape of rows and tiles, the same object for equal arguments."""
     block = triton.next_power_of_2(row_tokens * dim)
@@ -166,20 +153,30 @@ def _current_stream(device: torch.device) -> "torch.Stream | None":
     return torch.accelerator.current_stream(device) if devices.capabilities(device.type).is_asynchronous else None
 
 
-@functools.cache
-def _counters(device: torch.device, stream: "torch.Stream | None") -> torch.Tensor:
-    """Return the counters of the encoder's launches on a stream, zeros int32.
+class _Scratch:
+    """Memory of the encoder's launches on a stream, which follow each other.
 
-    Launches on one stream follow each other, and each leaves zeros. Those on two streams must not share counters.
+    Args:
+        device: where it is.
     """
-    return torch.zeros(_MAX_TENSORS, dtype=torch.int32, device=device)
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(_MAX_TENSORS, dtype=torch.int32, device=device)
+        """Counters of ended programs: each launch leaves zeros."""
+        self._sums = torch.empty(0, 4, dtype=torch.float32, device=device)
+
+    def sums(self, programs: int) -> torch.Tensor:
+        """Return memory for the sums of each program, float32 (programs or more, 4)."""
+        if len(self._sums) < programs:
+            self._sums = self._sums.new_empty(programs, 4)
+        return self._sums
+
+
+@functools.cache  # launches on two streams must not share counters
+def _scratch(device: torch.device, stream: "torch.Stream | None") -> _Scratch:
+    return _Scratch(device)
 
 
 def _with_contiguous_rows(values: torch.Tensor) -> torch.Tensor:
     """Return values whose last dim is contiguous, as a copy if need be."""
     return values if values.stride(-1) == 1 else values.contiguous()
-
-
-def _local_arguments(local_slots: range | None, links: int) -> tuple[int, int]:
-    """Return the kernels' arguments `local_start` and `local_count`."""
-    return (links, 0) if local_slots is None else (local_slots.start, len(local_slots))

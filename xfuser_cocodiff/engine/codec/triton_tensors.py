@@ -73,26 +73,27 @@ class TensorArguments(NamedTuple):
     stride_base_head: int | None
     stride_base_token: int | None
     reference: torch.Tensor | None
-    """Levels of the link reference, int8 (L, R, N); None for a keyframe, whose prediction is zero."""
+    """Levels of the link reference, int8 (L, R, N); None for a keyframe, whose prediction is zero. The new reference
+    may be written to its memory or to that of the one before: a program writes the rows that it has read."""
     reference_codes: torch.Tensor | None
     """Codes of its rows, uint8 (L, R)."""
     previous: torch.Tensor | None
     """Levels of the link reference of the step before; None to predict the reference itself."""
     previous_codes: torch.Tensor | None
     gains: torch.Tensor | None
-    """uint8 (L)."""
+    """uint8 (L); the encoder replaces them if there is a previous reference."""
     payload: torch.Tensor
     """uint8 (P, n)."""
     stride_payload: int
     """Stride of the payload's slots."""
-    scales_offset: int
-    """Offset of the scales in a slot's payload."""
-    gain_offset: int | None
-    """Offset of the gain in a slot's payload; None if it carries none."""
     new_reference: torch.Tensor
     """int8 (L, R, N), written."""
     new_codes: torch.Tensor
     """uint8 (L, R), written."""
+    scales_offset: int
+    """Offset of the scales in a slot's payload."""
+    gain_offset: int | None
+    """Offset of the gain in a slot's payload; None if it carries none."""
     links: int
     groups: int
     heads: int
@@ -110,15 +111,13 @@ class TensorArguments(NamedTuple):
     level_width: float
     """Width of a level at scale 1."""
     inverse_levels: float
-    next_gains: torch.Tensor | None = None
-    """Gains for the next step, uint8 (L), written by the encoder if there is a previous reference."""
-    norm_weight: float | None = None
+    norm_weight: float
     """For the encoder: weight of a row's norm in its scale, 0 where scales follow the maximum."""
-    peak_weight: float | None = None
+    peak_weight: float
     """For the encoder: weight of a row's maximum in its scale."""
-    rounding: float | None = None
+    rounding: float
     """For the encoder: 0.5 to round codes of scales to the nearest, 1 to round them up."""
-    stride_sample: int | None = None
+    stride_sample: int
     """For the encoder: stride over the tokens of which gains are estimated."""
 
 

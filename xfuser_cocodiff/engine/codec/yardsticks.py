@@ -2,7 +2,6 @@
 
 import torch
 
-from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
 from xfuser_cocodiff.engine.codec.torch_kernels import energy
 
 FP8, FP4 = YARDSTICKS = ("fp8", "fp4")
@@ -18,8 +17,12 @@ _SAMPLED_ROWS = 1024
 """Rows of a tensor that are enough for its error."""
 
 
-def measure(values: torch.Tensor) -> dict[str, QuantError]:
-    """Return the error of each yardstick on values (..., D), estimated from some rows."""
+def measure(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the energies of error and values of each yardstick on values (..., D), estimated from some rows.
+
+    Returns:
+        float32 (2) for each.
+    """
     if not values.numel():
         return {}
     rows = values.flatten(0, -2)
@@ -27,7 +30,7 @@ def measure(values: torch.Tensor) -> dict[str, QuantError]:
     found = {FP8: round_to_fp8(rows)}
     if rows.shape[-1] % _FP4_BLOCK == 0:
         found[FP4] = round_to_fp4(rows)
-    return {name: QuantError(energy(rounded - rows), energy(rows)) for name, rounded in found.items()}
+    return {name: torch.stack([energy(rounded - rows), energy(rows)]) for name, rounded in found.items()}
 
 
 def round_to_fp8(rows: torch.Tensor) -> torch.Tensor:

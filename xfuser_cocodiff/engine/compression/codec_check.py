@@ -43,8 +43,8 @@ class _Run(NamedTuple):
     """Codecs of each step."""
     messages: tuple[str, ...]
     """Letters of the tensors of each message."""
-    joint: float
-    """Weight of the leading branch in the difference that is coded for the following one; 0 for one branch."""
+    is_joint: bool
+    """Whether a second branch follows, coded as the difference to the leading one."""
 
 
 def failure(
@@ -93,7 +93,7 @@ def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
         later = sorted({first, first + 1, first + 2, first + schedule.refresh - 1, DEFAULT_STEPS - 1})
         residuals = [schedule.codecs(step, None) for step in later]
     for messages in _MESSAGES:
-        yield _Run([*keyframes, *residuals], messages, schedule.joint)
+        yield _Run([*keyframes, *residuals], messages, bool(schedule.joint))
 
 
 def _failure_of_run(
@@ -105,10 +105,10 @@ def _failure_of_run(
     first, change, difference = (
         {name: torch.randn(shape, generator=generator).to(device) for name in names} for _ in range(3)
     )
-    leading = Loopback(run.messages, run.joint)
-    following = Loopback(run.messages, run.joint, leading)
+    leading = Loopback(run.messages, run.is_joint)
+    following = Loopback(run.messages, run.is_joint, leading)
     for step, codecs in enumerate(run.steps):
-        for branch, layer in enumerate((leading, following) if run.joint else (leading,)):
+        for branch, layer in enumerate((leading, following) if run.is_joint else (leading,)):
             scales = _CHANGE * step, _BRANCH_DIFFERENCE * branch
             values = {
                 name: (first[name] + scales[0] * change[name] + scales[1] * difference[name]).to(dtype)
@@ -125,16 +125,16 @@ def _failure_of_step(
     """Return what is wrong in a step of a branch, or None."""
     expected_layer = layer.copy()  # so that differences do not add up
     kernels.use(choice)
-    decoded, stats = layer.send(values, codecs, step=step)
+    decoded, errors = layer.send(values, codecs, step=step)
     kernels.use(kernels.TORCH)
-    expected, expected_stats = expected_layer.send(values, codecs, step=step)
+    expected, expected_errors = expected_layer.send(values, codecs, step=step)
     for name in values:
         reason = _difference(layer, expected_layer, name, decoded[name], expected[name])
         if reason:
             return f"{name.upper()} at {codecs[name]}: {reason}"
     energies, expected_energies = (
-        torch.stack([energy for _, error in each.quant_errors for energy in error] or [torch.zeros(())])
-        for each in (stats, expected_stats)
+        torch.tensor([[error.error_energy, error.value_energy] for error in each.start_readout().read()])
+        for each in (errors, expected_errors)
     )
     if not torch.allclose(energies, expected_energies, rtol=_ENERGY_TOLERANCE):
         return f"errors {energies.tolist()} instead of {expected_energies.tolist()}"

@@ -2,50 +2,104 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LinkState
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+
+
+class LayerCall(NamedTuple):
+    """A call of a layer in the current step; the same on all ranks."""
+
+    layer: str
+    """Name of the layer."""
+    key: Hashable
+    """Distinguishes the layer from those of other transformers."""
+    branch: int
+    """Number of the transformer's call within the step."""
+    sizes: LayerSizes
+    """Sizes of the layer's tensors on this rank."""
+    transformer: Hashable = None
+    """Distinguishes the layer's transformer from others."""
+    batched_branches: int = 1
+    """Number of branches in the call's batch."""
+    gathers_kv: bool = False
+    """Whether K and V are gathered along the slow axes, if this call is the layer's first in the run."""
 
 
 @dataclass
 class LayerState:
     """Link states and statistics of one layer in one branch."""
 
-    layer: str
-    """Name of the layer."""
-    transformer: Hashable
-    """Key of the layer's transformer."""
-    sizes: LayerSizes
-    """Sizes of the layer's tensors."""
+    first_call: LayerCall
+    """First call of the layer in the run."""
     planned_bytes: ReferenceBytes
     """Memory that the layer's references take."""
     is_exact: bool
     """Whether the layer is lossless at all steps and has no references."""
-    single_stage: bool
-    """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`."""
-    has_references: bool = True
+    has_references: bool
     """Whether residuals are sent; for lack of memory each step is a keyframe."""
-    gathers_kv: bool = False
-    """Whether K and V are gathered along the slow axes of the Ulysses group."""
-    coding_seconds: tuple[float, float] = (0.0, 0.0)
+    coding_seconds: tuple[float, float]
     """Link time that coding saves, and host time that it adds; the layer is lossless if it does not save more."""
-    link_states: dict = field(default_factory=dict)
-    """Link states of the Ulysses group."""
-    ring_link_states: dict = field(default_factory=dict)
-    """Link states of the ring."""
-    stats: CodecStats = field(default_factory=CodecStats)
-    """Statistics of the current step."""
-    first_step: int = 0
+    first_step: int
     """Step of the layer's first call, at which it has no references."""
-    last_step: int = 0
+    last_step: int = field(init=False)
     """Step of the layer's last call."""
     previous_step: int = -1
     """Step of the one before, or -1."""
-    batched_branches: int = 1
+    batched_branches: int = field(init=False)
     """Number of branches in the batch of the layer's last call."""
+    link_states: dict[tuple[str, HeadGroup], LinkState] = field(default_factory=dict)
+    """Link states of the Ulysses group."""
+    ring_link_states: dict[tuple[str, HeadGroup], LinkState] = field(default_factory=dict)
+    """Link states of the ring."""
+    stats: CodecStats = field(default_factory=CodecStats)
+    """Statistics of the current step."""
+
+    def __post_init__(self) -> None:
+        self.last_step, self.batched_branches = self.first_step, self.first_call.batched_branches
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer."""
+        return self.first_call.layer
+
+    @property
+    def sizes(self) -> LayerSizes:
+        """Sizes of the layer's tensors."""
+        return self.first_call.sizes
+
+    @property
+    def gathers_kv(self) -> bool:
+        """Whether K and V are gathered along the slow axes of the Ulysses group."""
+        return self.first_call.gathers_kv
 
     @property
     def saves_time(self) -> bool:
         """Whether coding saves more link time than it adds host time."""
         saved, added = self.coding_seconds
         return saved >= added
+
+    def is_like(self, other: "LayerState") -> bool:
+        """Return whether two branches have the same sizes and are coded in the same way."""
+        of_both = ((each.is_exact, each.has_references, each.gathers_kv, each.sizes) for each in (self, other))
+        return next(of_both) == next(of_both)
+
+    def links(self, is_ring: bool) -> dict[tuple[str, HeadGroup], LinkState]:
+        """Return the link states of the ring, or of the Ulysses group."""
+        return self.ring_link_states if is_ring else self.link_states
+
+    def call(self, step: int, batched_branches: int) -> None:
+        """Note a call of the layer.
+
+        Args:
+            step: the current step.
+            batched_branches: number of branches in the call's batch.
+        """
+        if self.last_step != step:
+            self.previous_step, self.last_step = self.last_step, step
+        if self.batched_branches != batched_branches:  # references of one branch would fit the values of another
+            self.link_states.clear()
+            self.ring_link_states.clear()
+            self.first_step, self.batched_branches = step, batched_branches

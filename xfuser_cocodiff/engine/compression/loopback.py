@@ -9,6 +9,8 @@ from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.message import Message
+from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 
 _LOCAL_SLOTS, NUM_SLOTS = range(1), 2
 """Slots of this rank, and all slots of a message: this rank's, and one that it sends to and receives from."""
@@ -21,18 +23,18 @@ class Loopback:
 
     Args:
         messages: letters of the tensors of each message.
-        joint: weight of the leading branch in the difference that is coded for the following one.
+        is_joint: whether a following branch is coded as the difference to the leading one.
         leader: this layer in the leading branch, which sends first in each step; None for that branch.
     """
 
     def __init__(
         self,
         messages: Sequence[str] = BY_HEADS,
-        joint: float = 0.0,
+        is_joint: bool = False,
         leader: "Loopback | None" = None,
     ) -> None:
         self.messages = messages
-        self.joint, self.leader = joint, leader
+        self.is_joint, self.leader = is_joint, leader
         self.link_states: dict = {}
         """Link states by tensor and head group; the received references are those of the other end."""
 
@@ -44,7 +46,7 @@ class Loopback:
 
     def send(
         self, values: Mapping[str, torch.Tensor], codecs: Mapping[str, Codec], step: int = 0
-    ) -> tuple[dict[str, torch.Tensor], CodecStats]:
+    ) -> tuple[dict[str, torch.Tensor], StepErrors]:
         """Encode the messages of a step, and decode them.
 
         Args:
@@ -53,17 +55,16 @@ class Loopback:
             step: number of the step.
 
         Returns:
-            What the other end decodes of each tensor, (1, G, H, T, D), and the statistics of the step.
+            What the other end decodes of each tensor, (1, G, H, T, D), and the errors of the step.
         """
         layer_codecs = LayerCodecs(
             None,
-            codecs,
+            StepCodecs(codecs=codecs, number=step, is_joint=self.is_joint),
             self.link_states,
             CodecStats(),
-            step=step,
-            joint=self.joint,
+            StepErrors(),
             leader=self.leader.link_states if self.leader else None,
-            keeps_values=bool(self.joint) and self.leader is None,
+            keeps_values=self.is_joint and self.leader is None,
         )
         decoded: dict[str, torch.Tensor] = {}
         for names in self.messages:
@@ -72,4 +73,4 @@ class Loopback:
             message = Message(Label(names), sent, layer_codecs, _LOCAL_SLOTS)
             message.decode(message.encode(), targets, lambda buffer: buffer)
             decoded |= {name: target[len(_LOCAL_SLOTS) :] for name, target in zip(names, targets, strict=True)}
-        return decoded, layer_codecs.stats
+        return decoded, layer_codecs.errors

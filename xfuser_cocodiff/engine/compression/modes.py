@@ -1,24 +1,16 @@
 """Modes: how the values of a run are coded over its steps, and the notation that changes it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.codec.codec import (
-    EXACT,
-    LETTERS,
-    SELECTING,
-    TOKEN_DIM,
-    Codec,
-    aligned,
-    section_bytes,
-)
+from xfuser_cocodiff.engine.codec.codec import EXACT, LETTERS, SELECTING, TOKEN_DIM, Codec, message_layout
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 
 NOTATION = (
-    "'error=0.05' or 'bits=2', 'warmup=2,first=8,predictor=1,joint=1,exact=blocks.0+blocks.1', in the mode paper "
+    "'error=0.05' or 'bits=2', 'warmup=2,first=8,predictor=1,joint=1', in the mode paper "
     "'warmup=2,refresh=10,cached=0->0.5', any subset of these"
 )
 MOST_ERROR = 1.0
@@ -44,8 +36,6 @@ class CodecSchedule:
     joint: float = 0.0
     """1 to code other branches of guidance as differences to the leading one; 0 to code each by itself, see
     :mod:`coded_tensor`."""
-    exact: tuple[str, ...] = ()
-    """Layers that are lossless at all steps, by name or by prefix up to a dot."""
     cached: Ramp | None = None
     """Fraction of tokens of Q, K and V that V-Major does not send, interpolated linearly; None sends all."""
     refresh: int = 0
@@ -106,19 +96,6 @@ class CodecSchedule:
             for step in range(total)
         ]
 
-    def is_lossless_layer(self, layer: str) -> bool:
-        """Return whether a layer is lossless at all steps."""
-        return any(_matches(layer, name) for name in self.exact)
-
-    def unmatched_layers(self, layers: Iterable[str]) -> list[str]:
-        """Return names in `exact` that match none of a model's layers.
-
-        Args:
-            layers: names of all layers.
-        """
-        all_layers = list(layers)
-        return [name for name in self.exact if not any(_matches(layer, name) for layer in all_layers)]
-
     @classmethod
     def parse(cls, text: str, base: "CodecSchedule") -> "CodecSchedule":
         """Return a schedule with changes in the notation of `--cocodiff_schedule`.
@@ -170,20 +147,14 @@ def link_bytes(
         branches: number of equal parts of G that have sections of their own; it divides G.
     """
     assert all(shape[1] % branches == 0 for shape in shapes), (shapes, branches)
-    shape_of, size = dict(zip(names, shapes, strict=True)), aligned(1)
-    for name, shape in shape_of.items():
+    shape_of = dict(zip(names, shapes, strict=True))
+    tensors = []
+    for name, (links, groups, *rest) in shape_of.items():
         codec = codecs[name]
-        if codec.selects_tokens and name not in SELECTING and shape[TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
+        if codec.selects_tokens and name not in SELECTING and shape_of[name][TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
             codec = replace(codec, token_fraction=1.0)  # V's selection is of other tokens
-        links, groups, *rest = shape
-        of_branch = links, groups // branches, *rest
-        size += branches * sum(map(aligned, section_bytes(codec, name, of_branch, dtype)))
-    return size
-
-
-def _matches(layer: str, name: str) -> bool:
-    """Return whether a layer's name is, or begins with, a name of `exact`."""
-    return layer == name or layer.startswith(f"{name}.")
+        tensors += [(name, codec, (links, groups // branches, *rest))] * branches
+    return message_layout(tuple(tensors), dtype).nbytes
 
 
 def _read_count(text: str) -> int:
@@ -237,44 +208,32 @@ def _or_exact(reader: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _to_notation(value: Any) -> str:
     """Return a field's value in the notation."""
-    if isinstance(value, tuple) and value and isinstance(value[0], str):
-        return "+".join(value)
     if isinstance(value, tuple):
         return f"{value[0]:g}" if value[0] == value[1] else f"{value[0]:g}->{value[1]:g}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _read_names(text: str) -> tuple[str, ...]:
-    """Read names joined by +."""
-    names = tuple(name.strip() for name in text.split("+"))
-    if not all(names):
-        raise ValueError
-    return names
-
-
 _FRACTIONS, ERRORS = "fractions from 0 to 1", f"numbers above 0, up to {MOST_ERROR:g}"
 _BITS = _or_exact(_one_of(GRIDS, float)), f"{', '.join(map(str, GRIDS))}, and exact"
 _WARMUP = _read_count, "numbers of steps from 0"
-_LAYERS = _read_names, "prefixes of layer names, joined by +"
 _READERS = {
     "error": (read_error, ERRORS),
     "bits": _BITS,
     "warmup": _WARMUP,
     "first": _BITS,
     **dict.fromkeys(("predictor", "joint"), (_one_of((0.0, 1.0), float), "0 and 1")),
-    "exact": _LAYERS,
 }
 """Reader of each key's value, and its valid values in words."""
 _READERS_OF_V_MAJOR = {
     "warmup": _WARMUP,
     "refresh": (_read_count, "numbers of steps from 1, and 0 for never"),
     "cached": (_read_ramp, f"{_FRACTIONS}, or two of them as 0->0.5"),
-    "exact": _LAYERS,
 }
 """The same for the mode `paper`."""
 _REMOVED = {
     **dict.fromkeys(("bits_q", "bits_k", "bits_v", "bits_o"), "use bits for all tensors, or error"),
     "score": "tokens are selected by their change since the last step",
+    "exact": "set a smaller error",
 }
 """Keys of version 0.2, and what to use."""
 

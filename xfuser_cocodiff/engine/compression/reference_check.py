@@ -47,12 +47,7 @@ class ReferenceCheck:
         if codecs is None or codecs.is_keyframe or codecs.partition is None:
             return
         partition = codecs.partition
-        peers = [
-            ranks[number]
-            for slow_index in partition.remote_indices
-            for fast_index, number in enumerate(partition.ranks_by_slow_index[slow_index])
-            if (codecs.single_stage and not codecs.gathers_kv) or fast_index == partition.fast_index
-        ]
+        peers = [ranks[partition.ranks_at(index)[partition.fast_index]] for index in partition.remote_indices]
         self._layers[id(codecs.link_states)] = _CodedLayer(layer, partition, peers, codecs.link_states)
 
     @property

@@ -1,6 +1,5 @@
 """What a run says of its layers: their codecs, the memory of their references, and which of them stay lossless."""
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 
@@ -105,11 +104,3 @@ def memory_budget(lossy: Sequence[LayerState], budget: float, is_default: bool) 
     advice = "free memory, or use more ranks" if is_default else "raise it"
     advice = f"; {advice}, to send fewer" if without else ""
     return f"memory budget {budget / GIB:.3g} GiB {origin}: {without} of {len(lossy)} layers {what}{advice}"
-
-
-def unmatched_layers(schedule: CodecSchedule, layers: Iterable[str]) -> list[str]:
-    """Return a warning for each name in the schedule's `exact` that matches none of the layers."""
-    layers = sorted(set(layers))
-    prefixes = sorted({".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)})
-    nearest = {name: difflib.get_close_matches(name, prefixes, 3, 0.0) for name in schedule.unmatched_layers(layers)}
-    return [f"exact={name} matches no layer; the nearest are {', '.join(names)}" for name, names in nearest.items()]

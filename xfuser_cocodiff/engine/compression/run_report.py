@@ -1,15 +1,15 @@
 """Log messages of a session's runs, at the ends of steps and of runs."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from xfuser_cocodiff.engine.compression import run_messages
-from xfuser_cocodiff.engine.compression.layer_state import LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 
 
 class RunReporter:
-    """Logs memory, unmatched layer names and the schedule once each, and the error of every run.
+    """Logs memory and the schedule once each, and the error of every run.
 
     Args:
         mode: mode of the runs.
@@ -40,55 +40,40 @@ class RunReporter:
         """Log messages about layers again if they differ: a run begins, or continues with another transformer."""
         self._logged_states = 0
 
-    def log_step(
-        self,
-        report: StepReport,
-        states: Mapping[tuple[Hashable, int], LayerState],
-        total: int | None,
-        predicts: bool,
-        budget: float,
-        is_default: bool,
-    ) -> None:
+    def log_step(self, report: StepReport, store: ReferenceStore, total: int | None) -> None:
         """Log what a step has changed.
 
         Args:
             report: report of the step.
-            states: the run's layer states by layer and branch.
+            store: link references of the run.
             total: number of steps; None if unknown.
-            predicts: whether references are extrapolated in this run.
-            budget: bytes that link references may take on each rank.
-            is_default: whether free memory sets the budget, and not the user.
         """
-        if len(states) > self._logged_states:
-            self._log_layers(states, predicts, budget, is_default)
-            self._logged_states = len(states)
-        if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(states):
-            self._log_once(self.info, run_messages.mode_in_use(self._mode, self._overrides, self._schedule, total))
+        if len(store.states) > self._logged_states:
+            self._log_layers(store)
+            self._logged_states = len(store.states)
+        if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(store.states):
+            self._log_once(run_messages.mode_in_use(self._mode, self._overrides, self._schedule, total))
 
     def log_errors(self, errors: RunErrors, first_step: int, of_all_ranks: bool, has_yardsticks: bool) -> None:
         """Log the errors of a run, if it had any, however often; see :func:`run_messages.error_of_run`."""
         if message := run_messages.error_of_run(errors, first_step, of_all_ranks, has_yardsticks):
             self.info(message)
 
-    def _log_layers(
-        self, states: Mapping[tuple[Hashable, int], LayerState], predicts: bool, budget: float, is_default: bool
-    ) -> None:
-        """Log which layers are lossless against the schedule, and why, and the memory of the references of others."""
-        lossy = [state for state in states.values() if not self._schedule.is_lossless_layer(state.layer)]
-        self._log_once(self.info, run_messages.uncoded(lossy, self._slow_axes))
-        num_layers, num_branches = len({key for key, _ in states}), 1 + max(branch for _, branch in states)
-        coded = [state for state in lossy if state.saves_time]
-        in_words = run_messages.memory_budget(coded, budget, is_default)
-        memory = run_messages.reference_memory(coded, num_layers, num_branches, predicts, in_words)
+    def _log_layers(self, store: ReferenceStore) -> None:
+        """Log which layers are lossless, and why, and the memory of the references of others."""
+        states = list(store.states.values())
+        self._log_once(run_messages.uncoded(states, self._slow_axes))
+        num_layers, num_branches = len({key for key, _ in store.states}), 1 + max(branch for _, branch in store.states)
+        coded = [state for state in states if state.saves_time]
+        budget = run_messages.memory_budget(coded, store.budget, store.has_default_budget)
+        memory = run_messages.reference_memory(coded, num_layers, num_branches, store.predicts, budget)
         if memory and not all(state.has_references for state in coded):
             self.warn(memory)  # in every run
         else:
-            self._log_once(self.info, memory)
-        for warning in run_messages.unmatched_layers(self._schedule, (state.layer for state in states.values())):
-            self._log_once(self.warn, warning)
+            self._log_once(memory)
 
-    def _log_once(self, log: Callable[[str], None], message: str | None) -> None:
+    def _log_once(self, message: str | None) -> None:
         """Log a message, if there is one, unless it was logged before."""
         if message and message not in self._logged:
             self._logged.add(message)
-            log(message)
+            self.info(message)

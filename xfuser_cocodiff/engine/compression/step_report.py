@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from xfuser_cocodiff.engine.codec.codec import LETTERS
 from xfuser_cocodiff.engine.codec.yardsticks import YARDSTICKS
-from xfuser_cocodiff.engine.compression.error_readout import ErrorReadout
+from xfuser_cocodiff.engine.compression.step_errors import ErrorReadout
 
 
 @dataclass
@@ -103,9 +103,6 @@ class StartedReport:
 
     report: StepReport
     """The report, without errors until they are read."""
-    names: list[tuple[str, str, bool]]
-    """Layer of each error, letter of the tensor, and whether rate control counts it: not that of a layer without
-    references, or whose first step it is. Layer states would keep the references of a run that has ended."""
     counts_repeats: bool
     """Whether tensors that are not finite were repeated already."""
     readout: ErrorReadout | None
@@ -117,17 +114,17 @@ class StartedReport:
         if readout is None:
             return self.report
         not_finite = 0
-        for (layer, letter, is_counted), (error_energy, value_energy) in zip(self.names, readout.read(), strict=True):
-            if not math.isfinite(error_energy):
-                not_finite += letter not in YARDSTICKS
+        for each in readout.read():
+            if not math.isfinite(each.error_energy):
+                not_finite += each.name not in YARDSTICKS
                 continue
-            error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
-            if letter in YARDSTICKS:
-                self.report.yardstick_errors.setdefault(letter, []).append(error)
+            error = math.sqrt(each.error_energy / each.value_energy) if each.value_energy else 0.0
+            if each.name in YARDSTICKS:
+                self.report.yardstick_errors.setdefault(each.name, []).append(error)
                 continue
-            self.report.tensor_errors.setdefault(letter, []).append(error)
-            self.report.errors[layer] = max(error, self.report.errors.get(layer, 0.0))
-            if is_counted:
+            self.report.tensor_errors.setdefault(each.name, []).append(error)
+            self.report.errors[each.layer] = max(error, self.report.errors.get(each.layer, 0.0))
+            if each.is_counted:
                 self.report.error_sums = self.report.error_sums[0] + error, self.report.error_sums[1] + 1
         if not self.counts_repeats:
             self.report.not_finite = not_finite

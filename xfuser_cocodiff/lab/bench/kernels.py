@@ -26,6 +26,8 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
+from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
+from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -144,22 +146,23 @@ def kernel_calls(
     gains = torch.full((len(reference),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
     previous = Int8Rows.of(reference + 0.1 * torch.randn_like(reference))
     prediction = Prediction(Int8Rows.of(reference), previous, gains)
-    payload = torch.zeros(NODES, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8, device=device)
+    size = Codec(bits, predicts=True).payload_bytes(shape, values.dtype)
+    payload = torch.zeros(NODES, size, dtype=torch.uint8, device=device)
     base = torch.randn_like(reference).to(values.dtype)
-    part = MessagePart(values, prediction, bits, payload, range(1))
+    memory = Int8Rows(*map(torch.empty_like, previous))
+    part = MessagePart(values, prediction, bits, payload, memory, range(1))
+    energies = torch.empty(1, 2, device=device)
     target = part._replace(values=torch.empty_like(values))
     # Values, their base, both references and the new one.
     of_values, of_reference = base.nbytes, sum(tensor.nbytes for tensor in previous)
     moved = of_values + 3 * of_reference + (NODES - 1) * payload.shape[1]
 
-    def call(run: Callable, part: MessagePart) -> Callable[[], object]:
-        return lambda: run([part])
-
+    with_base = part._replace(base=base), target._replace(base=base)
     return [
-        Timed("encode", call(kernels.encode, part), moved),
-        Timed("encode with a base", call(kernels.encode, part._replace(base=base)), moved + of_values),
-        Timed("decode with a base", call(kernels.decode, target._replace(base=base)), moved + of_values),
-        Timed("decode", call(kernels.decode, target), moved),
+        Timed("encode", lambda: kernels.encode([part], energies), moved),
+        Timed("encode with a base", lambda: kernels.encode([with_base[0]], energies), moved + of_values),
+        Timed("decode with a base", lambda: kernels.decode([with_base[1]]), moved + of_values),
+        Timed("decode", lambda: kernels.decode([target]), moved),
     ]
 
 
@@ -238,18 +241,20 @@ def _layer_all_to_alls(
     torch.manual_seed(SEED)
     comm_stream, near = CommStream.on(device), {"gpu": degree // NODES} if degree > NODES else {}
     mesh, fast = _local_mesh(comm_stream, node=NODES, **near), _local_mesh(comm_stream, **near) if near else None
-    partition = AxisPartition((0,), mesh.topology.shape, 0, _local_mesh(comm_stream, node=NODES), fast, 0)
+    partition = AxisPartition(NODES, mesh.topology.size // NODES, 0, _local_mesh(comm_stream, node=NODES), fast)
     query, key, value = (
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
     link_states: dict = {}
-    schedule = modes.PRESETS.get(mode)
+    errors, schedule = StepErrors(), modes.PRESETS.get(mode)
     codecs = schedule.codecs(STEPS - 1, STEPS, BITS if schedule.error else None) if schedule else None
 
     def call() -> None:
         layer_codecs, gather = None, partition if codecs else None
         if codecs:
-            layer_codecs = LayerCodecs(partition, codecs, link_states, CodecStats(), gathers_kv=True)
+            errors.start_readout()
+            step = StepCodecs(codecs=codecs)
+            layer_codecs = LayerCodecs(partition, step, link_states, CodecStats(), errors, gathers_kv=True)
         UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=gather).run(query, key, value, _attend)
 
     call()  # the keyframe that creates the references

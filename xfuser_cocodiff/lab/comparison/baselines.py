@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
-from xfuser_cocodiff.engine.codec.coded_tensor import QuantError
 from xfuser_cocodiff.engine.codec.torch_kernels import energy
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.engine.compression.step_errors import TensorError
 from xfuser_cocodiff.lab.comparison import row_codes
 from xfuser_cocodiff.lab.comparison.row_codes import RowCode
+from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks
 
 _HEADROOM = 0.85
 """xDiT's factor: the largest value of a tensor is mapped to this fraction of the largest FP8 number."""
@@ -123,8 +123,8 @@ def hadamard(values: torch.Tensor) -> torch.Tensor:
 
 def _note_error(layer_codecs: LayerCodecs, name: str, sent: torch.Tensor, received: torch.Tensor) -> None:
     """Add the error of a tensor to the step's statistics."""
-    error = QuantError(energy(received.float() - sent.float()), energy(sent))
-    layer_codecs.stats.quant_errors.append((name, error))
+    energies = layer_codecs.errors.add([TensorError(name, layer_codecs.layer)], sent.device)
+    energies[0, 0], energies[0, 1] = energy(received.float() - sent.float()), energy(sent)
 
 
 def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
+from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.lab.launching import single_rank
 from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host

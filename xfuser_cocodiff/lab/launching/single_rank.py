@@ -1,13 +1,13 @@
 """Pipeline of xDiT on one rank, to evaluate virtual ranks."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.compression.step_report import StepReport
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.xdit.session.session import active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
@@ -39,7 +39,7 @@ class SingleRankPipeline:
         if self.makes_videos:
             self.pipe.vae.enable_slicing()  # HunyuanVideo 1.5's autoencoder decodes one video at a time
 
-    def configure(self, config: CocoDiffConfig | None, virtual_ranks: type[VirtualRanks] | None = None) -> None:
+    def configure(self, config: CocoDiffConfig | None, virtual_ranks: Callable[..., Any] | None = None) -> None:
         """Run the pipeline with a config of virtual ranks from now on.
 
         Args:
@@ -51,9 +51,9 @@ class SingleRankPipeline:
         model = self._runner.model
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
-        runtime = active().runtime
-        if virtual_ranks and runtime and runtime.virtual_ranks:
-            runtime.virtual_ranks = virtual_ranks(runtime.virtual_ranks.topology, runtime.virtual_ranks.slow_axes)
+        session, simulated = active(), vars(active())["simulator"]
+        if virtual_ranks and simulated:
+            session.simulator = virtual_ranks(simulated.topology, simulated.slow_axes)
 
     def accepts_argument(self, argument: str) -> bool:
         """Return whether the pipeline has an argument of this name."""
@@ -98,7 +98,7 @@ class SingleRankPipeline:
     @property
     def exchanges(self) -> tuple[str, ...]:
         """Exchanges of the last run's layers along slow axes, of HEADS, KV and RING; none if no layer was coded."""
-        virtual, reports = active().virtual, self.reports
+        virtual, reports = active().simulator, self.reports
         layers = {layer for report in reports for layer in report.errors}
         gathered = {layer for report in reports for layer in report.gathered_layers}
         if virtual is None or not layers:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.codec.codec import Codec
-from xfuser_cocodiff.engine.codec.rows import MessagePart, Prediction
+from xfuser_cocodiff.engine.codec.rows import Int8Rows, MessagePart, Prediction, rows_of
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Variable with the number of hardware queues of a CUDA device."""
@@ -129,10 +129,11 @@ def _sends_bit_identically(device: torch.device) -> bool:
     """Encode and decode a tensor and return whether sender and receiver get the same reference."""
     values = torch.randn(_SHAPE, device=device).to(torch.bfloat16)
     payload = torch.zeros(_SHAPE[0], _CODEC.payload_bytes(_SHAPE, values.dtype), dtype=torch.uint8, device=device)
-    sent = MessagePart(values, Prediction(), _BITS, payload)
-    [encoded] = kernels.encode([sent])
-    [received] = kernels.decode([sent._replace(values=torch.empty_like(values))])
-    return all(map(torch.equal, encoded.reference, received))
+    sent, received = (Int8Rows.empty(_SHAPE[0], *rows_of(_SHAPE), device) for _ in range(2))
+    part = MessagePart(values, Prediction(), _BITS, payload, sent)
+    kernels.encode([part], torch.empty(1, 2, device=device))
+    kernels.decode([part._replace(values=torch.empty_like(values), new_reference=received)])
+    return all(map(torch.equal, sent, received))
 
 
 def _collectives(backend: str) -> str:

@@ -17,11 +17,8 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention import custom_ops
 from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, scheduled_attention
-from xfuser_cocodiff.xdit.attention.segments import segments
-from xfuser_cocodiff.xdit.attention.tracing import has_lossless_layer
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -69,12 +66,13 @@ def _with_overlap(original: Callable) -> Callable:
     ) -> torch.Tensor:
         session = active()
         is_compiling = torch.compiler.is_compiling()
-        if session.mesh is None and (session.virtual is None or is_compiling):
+        if session.mesh is None and (session.simulator is None or is_compiling):
             return original(query, key, value, *args, **kwargs)
         arguments = _USPArguments(*args, **kwargs)
         if session.mesh is None:
             session.select_kernels()
-            return _virtual_attention(original, query, key, value, arguments, session)
+            tensors = query, key, value
+            return session.simulator.attention(original, tensors, arguments, _can_gather(arguments), session)
         attend = _compiled_attention if is_compiling else _eager_attention
         output = attend(original, query, key, value, arguments, session)
         return output if output.shape[HEADS] == query.shape[HEADS] else output[:, : query.shape[HEADS]]
@@ -99,8 +97,6 @@ def _compiled_attention(
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
     gathers_kv = _can_gather(arguments) and session.gathers_kv(query, key)
-    if gathers_kv and session.runtime.schedule.exact and has_lossless_layer():  # lossless layers need bits by heads
-        gathers_kv = False
     inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
     query, key, value = inputs.tensors
     attend = inputs.attend_with(None, "")
@@ -113,32 +109,6 @@ def _compiled_attention(
     else:
         query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh)
     return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh)[0]
-
-
-def _virtual_attention(
-    original: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    arguments: _USPArguments,
-    session: Session,
-) -> torch.Tensor:
-    """Compute attention on one rank, on tensors with the compression error of many virtual ranks."""
-    virtual, layer = session.virtual, session.layers.find_layer()
-    layer_codecs = None
-    if layer and not arguments.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
-        session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")
-    elif layer and not arguments.joint_strategy:
-        layer.count_call()
-        parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        gathers_kv = _can_gather(arguments) and session.gathers_kv(query, key)
-        fraction = virtual.shard_fraction((key if gathers_kv else query).shape, parts, gathers_kv)
-        sizes = LayerSizes.of(query, key, value, fraction=fraction)
-        layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
-    if layer_codecs is None:
-        return original(query, key, value, **vars(arguments))
-    attention = functools.partial(original, **vars(arguments))
-    return virtual.attend([query, key, value], parts, layer_codecs, attention)
 
 
 def _is_supported(

@@ -28,7 +28,6 @@ from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.xdit.layers.layer import Layer
@@ -42,6 +41,7 @@ from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.runs import Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
+from xfuser_cocodiff.xdit.session.simulator import Simulator
 from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap
 
 
@@ -56,6 +56,8 @@ class Session:
     """Plans, link profile and tuning cache of :attr:`mesh`."""
     runtime: CodecRuntime | None = None
     """State of the codecs; None where all communication is lossless."""
+    simulator: Simulator | None = None
+    """Ranks that this one simulates; None where it communicates with others."""
     lossless_reason: str | None = None
     """Reason why communication is lossless although a lossy mode is set."""
     ring: Ring | None = None
@@ -109,11 +111,6 @@ class Session:
             )
 
     @property
-    def virtual(self) -> VirtualRanks | None:
-        """Virtual ranks that this rank simulates; None where there are none."""
-        return self.runtime.virtual_ranks if self.runtime else None
-
-    @property
     def uses_custom_ops(self) -> bool:
         """Whether graphs communicate by the plugin's custom operators.
 
@@ -143,7 +140,7 @@ class Session:
         (_, heads, tokens, _), (_, kv_heads, kv_tokens, _) = query.shape, key.shape
         if self.runtime is None or heads % kv_heads:
             return False
-        layout = self.virtual.gather_layout if self.virtual else self.gather
+        layout = self.simulator.gather_layout if self.simulator else self.gather
         if layout is None:
             return False
         sizes = SentSizes.of(heads, kv_heads, layout.num_slow, layout.num_fast, tokens, kv_tokens)
@@ -310,6 +307,8 @@ class Session:
             return call.layer_codecs
         root = layer.root
         in_graph = gathers_kv and isinstance(call, TracedCall)  # whose exchange is fixed even if the layer is lossless
+        if self.simulator and self.simulator.is_ring:
+            return self.ring_codecs(layer, sizes)
         codecs = self.runtime.layer_codecs(
             layer.name, id(layer), layer.branch, sizes, id(root), gathers_kv, in_graph, root.batched_branches
         )

@@ -16,26 +16,25 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm import plan_check
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.plan_check import CheckedMesh
-from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
+from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout, AxisPartition
+from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_always, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
-from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, usp_versions
+from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, simulator, usp_versions
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 from xfuser_cocodiff.xdit.session.start_line import start_line
 from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.ring_placement import INNER
 
-_NO_SLOW_AXIS = (
+NO_SLOW_AXIS = (
     "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
     "--cocodiff_slow_axes"
 )
@@ -75,8 +74,8 @@ def _with_session(activate: Callable[[Any], None], original: Callable) -> Callab
         original(pipeline, engine_config)
         if starts:
             begin_session()
-        elif session.virtual:
-            _route_attention_through_usp(pipeline)
+        elif session.simulator:
+            simulator.route_attention(pipeline)
         state = host.runtime_state()
         if engine_config is not None and state is not None:
             state.cocodiff = session = start_session(pipeline, engine_config) if starts else session
@@ -100,7 +99,7 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
         _warn_of_inner_ring(parallel)
         return Session()
     if config.virtual:
-        return _start_virtual(pipeline, config, is_compiled)
+        return simulator.start_session(pipeline, config, is_compiled)
     if parallel.sp_degree == 1:
         warn_once("--use_cocodiff has no effect with --ulysses_degree 1; set a degree above 1")
         return Session(config)
@@ -115,71 +114,6 @@ def _warn_of_inner_ring(parallel: Any) -> None:
             f"the ring has the placement --cocodiff_ring {INNER} of an earlier session, so the run is not "
             "bit-identical to stock: xDiT makes its process groups once; start a new process"
         )
-
-
-# Virtual ranks.
-
-
-def _start_virtual(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> Session:
-    """Return the session of a single rank that simulates the codecs of many."""
-    if not usp_versions.is_known():
-        reason = (
-            "--cocodiff_virtual has no effect with this xfuser, whose USP is unknown; install version "
-            f"{' or '.join(usp_versions.DIGESTS)}"
-        )
-        warn_once(reason)
-        return Session(config, lossless_reason=reason)
-    if is_compiled:
-        warn_once(
-            "--cocodiff_virtual has no effect in compiled graphs: the run is lossless; leave out --use_torch_compile"
-        )
-    runtime = _virtual_runtime(config)
-    if runtime is None:
-        return Session(config, lossless_reason=_NO_SLOW_AXIS.format(config.virtual, config.mode))
-    try:
-        kernel_check.check(config, None, kernel_check.value_format(pipeline))
-    except KernelError as error:
-        warn_once(kernel_check.fallback_warning(str(error), config.mode))
-        config = replace(config, kernels=kernels.TORCH)
-    _route_attention_through_usp(pipeline)
-    return Session(config, runtime=runtime)
-
-
-def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
-    """Return the codecs' runtime for virtual ranks; None in lossless mode, or without a slow axis."""
-    if config.mode == EXACT:
-        warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
-        return None
-    slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
-    moving = {axis.name for axis in config.virtual.axes if axis.size > 1}
-    may_gather = config.mode != PAPER and (config.plan is None or set(config.plan.gathered_axes) == moving & set(slow))
-    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow), may_gather)
-    if virtual.num_slow == 1:
-        warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
-        return None
-    name = "a virtual ring" if config.virtual_ring else "virtual ranks"
-    axes, gathers = ", ".join(slow), virtual.gather_layout is not None
-    how = "" if config.virtual_ring else f": {exchanges.announced(config, axes, virtual.num_slow, gathers)}"
-    _warn_lossy(config, f"{axes} ({name} {config.virtual}){how}")
-    if not config.virtual_ring and (ignored := exchanges.ignored_gather(config, axes, gathers)):
-        warn_once(ignored)
-    return _new_runtime(config, None, lambda values, operation: values, virtual)
-
-
-def _route_attention_through_usp(pipeline: Any) -> None:
-    """Install xDiT's attention processors, which it leaves out on a single rank in some models, such as SD3.5."""
-    from xfuser.model_executor.layers import attention_processor as xdit
-
-    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
-    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
-        for module in transformer.modules() if transformer is not None else ():
-            processor_class = processors.get(type(getattr(module, "processor", None)))
-            if processor_class:
-                module.processor = processor_class()
-                module.processor.use_long_ctx_attn_kvcache = True  # keeps K and V out of PipeFusion's cache
-
-
-# Real ranks.
 
 
 def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool, values: ValueFormat) -> Session:
@@ -305,9 +239,8 @@ def _checked_meshes(setup: CommSetup, size: int) -> Iterator[CheckedMesh]:
         yield CheckedMesh(setup.flat_mesh, range(size))
     for partition in {id(each): each for each in (setup.partition, setup.gather)}.values():
         if partition and partition.fast:
-            by_slow_index = partition.ranks_by_slow_index
-            yield CheckedMesh(partition.slow, [ranks[partition.fast_index] for ranks in by_slow_index])
-            yield CheckedMesh(partition.fast, by_slow_index[partition.slow_index])
+            yield CheckedMesh(partition.slow, range(partition.fast_index, size, partition.num_fast))
+            yield CheckedMesh(partition.fast, partition.ranks_at(partition.slow_index))
 
 
 def _with_pytorch_kernels(config: CocoDiffConfig) -> CocoDiffConfig:
@@ -401,7 +334,7 @@ def _runtime_of(session: Session, kernel_warning: str | None) -> CodecRuntime | 
         if is_measured and kernel_warning:
             session.lossless_reason = kernel_warning
             return None
-        session.lossless_reason = (_NO_AXIS_IS_SLOW if is_measured else _NO_SLOW_AXIS).format(topology, config.mode)
+        session.lossless_reason = (_NO_AXIS_IS_SLOW if is_measured else NO_SLOW_AXIS).format(topology, config.mode)
         (info_once if is_measured else warn_once)(session.lossless_reason)
         return None
     slow_axes, may_gather = _slow_axes(partition, config.topology) if partition else "", session.gather is not None
@@ -410,36 +343,42 @@ def _runtime_of(session: Session, kernel_warning: str | None) -> CodecRuntime | 
     slow = [slow_axes] if partition else []
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
     how = f": {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
-    _warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
-    return _new_runtime(config, partition, session.all_reduce, None, ring_partition)
+    warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
+    return new_runtime(config, partition, session.all_reduce, ring_partition)
 
 
 def _slow_axes(partition: AxisPartition, topology: Topology) -> str:
     """Return the names of the slow axes, separated by commas."""
-    moving = [axis.name for axis in topology.axes if axis.size > 1]
-    return ", ".join(moving[index] for index in partition.slow_indices)
+    return ", ".join(partition.slow_axis_names)
 
 
-def _warn_lossy(config: CocoDiffConfig, links: str) -> None:
+def warn_lossy(config: CocoDiffConfig, links: str) -> None:
+    """Warn that a mode compresses communication on some links, which the text names."""
     warn_once(
         f"lossy: mode {config.mode!r} compresses communication on {links}; --cocodiff_mode {EXACT} is "
         "bit-identical to stock"
     )
 
 
-def _new_runtime(
+def new_runtime(
     config: CocoDiffConfig,
-    partition: AxisPartition | None,
+    partition: AxisLayout | None,
     all_reduce: Callable[[list[float], str], list[float]],
-    virtual: VirtualRanks | None,
-    ring_partition: AxisPartition | None = None,
+    ring_partition: AxisLayout | None,
 ) -> CodecRuntime:
+    """Return the codecs' runtime of a session.
+
+    Args:
+        config: the options.
+        partition: slow and fast axes of the Ulysses group; None if it has no slow axis.
+        all_reduce: reduces numbers over all ranks that share the sequence by "sum" or "min".
+        ring_partition: slow and fast axes of the ring; None if it has no slow axis.
+    """
     return CodecRuntime(
         partition,
         config.mode,
         config.schedule,
         lambda values: all_reduce(values, "sum"),
-        virtual,
         memory_budget=config.memory_budget,
         info=info_always,
         warn=warn_always,

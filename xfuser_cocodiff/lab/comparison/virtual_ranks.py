@@ -13,25 +13,24 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
 
-from xfuser_cocodiff.engine.codec import coded_tensor, yardsticks
-from xfuser_cocodiff.engine.codec.codec import EXACT, aligned, section_bytes
-from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, QuantError
-from xfuser_cocodiff.engine.codec.lead import decoded_values
+from xfuser_cocodiff.engine.codec import coded_tensor, kernels, yardsticks
+from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, EXACT, message_layout
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
+from xfuser_cocodiff.engine.codec.rows import Int8Rows
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.layer_codecs import (
-    LayerCodecs,
-    active_tokens_for,
-    codec_for,
-    is_finite,
-    joint_for,
-)
+from xfuser_cocodiff.engine.compression.coding_choice import active_tokens_for, choose
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.compression.step_errors import TensorError
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.comparison.segments import segments
+from xfuser_cocodiff.xdit.session.session import Session
 
 _HEAD_DIM, _TOKEN_DIM = 1, 2
 """Dims of heads and tokens in (B, H, N, D)."""
@@ -53,24 +52,18 @@ class VirtualRanks:
     """Whether the ranks form a ring, in which only K and V are sent."""
 
     @functools.cached_property
-    def _layout(self) -> AxisLayout:
-        slow = [index for index, axis in enumerate(self.topology.axes) if axis.name in self.slow_axes]
-        return AxisLayout(tuple(slow), self.topology.shape)
-
-    @property
-    def num_slow(self) -> int:
-        """Number of coordinates on the slow axes."""
-        return self._layout.num_slow
-
-    @property
-    def num_fast(self) -> int:
-        """Number of coordinates on the fast axes."""
-        return self._layout.num_fast
+    def layout(self) -> AxisLayout:
+        """Slow and fast axes."""
+        return AxisLayout.of(self.topology, self.slow_axes)
 
     @property
     def gather_layout(self) -> AxisLayout | None:
         """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
-        return self._layout if self.may_gather and not self.is_ring else None
+        return self.layout if self.may_gather and not self.is_ring else None
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.layout.num_slow, self.layout.num_fast
 
     def is_divisible(self, size: int) -> bool:
         """Return whether a number of heads, or of tokens of a segment, is divisible by the number of ranks."""
@@ -87,8 +80,32 @@ class VirtualRanks:
         heads = shape[_HEAD_DIM]
         is_sharded = self.is_ring or gathers_kv or self.is_divisible(heads)
         tokens = sum(size for size in segments if self.is_divisible(size)) if is_sharded else 0
-        padded_heads = heads + -heads % self.num_fast if gathers_kv else heads
+        padded_heads = heads + -heads % self.layout.num_fast if gathers_kv else heads
         return Fraction(tokens * padded_heads, shape[_TOKEN_DIM] * self.topology.size * heads)
+
+    def attention(
+        self,
+        original: Attention,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        arguments: Any,
+        can_gather: bool,
+        session: Session,
+    ) -> torch.Tensor:
+        """Return attention on tensors with the compression error of all virtual ranks; see :class:`Simulator`."""
+        assert session.runtime
+        (query, key, value), layer = tensors, session.layers.find_layer()
+        layer_codecs = None
+        if layer and not arguments.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
+            session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")
+        elif layer and not arguments.joint_strategy:
+            layer.count_call()
+            parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
+            gathers_kv = can_gather and session.gathers_kv(query, key)
+            fraction = self.shard_fraction((key if gathers_kv else query).shape, parts, gathers_kv)
+            sizes = LayerSizes.of(query, key, value, fraction=fraction)
+            layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
+        attend = functools.partial(original, **vars(arguments))
+        return attend(*tensors) if layer_codecs is None else self.attend(tensors, parts, layer_codecs, attend)
 
     def attend(
         self, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs, attention: Attention
@@ -135,7 +152,7 @@ class VirtualRanks:
         shards = torch.cat([self._split(part, _TOKEN_DIM) for part in parts], 2 + _TOKEN_DIM)
         split = self._split(shards, 2 + _HEAD_DIM)  # (S, F, S, F, B, n, s, D): heads, then tokens
         rows = split.permute(*order, 4, 5, 6, 7)
-        sources, targets = zip(*itertools.permutations(range(self.num_slow), 2), strict=True)
+        sources, targets = zip(*itertools.permutations(range(self.layout.num_slow), 2), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         sent = rows.clone()
         received = _through_codecs(name, values, layer_codecs, samples=rows.shape[4])
@@ -147,13 +164,11 @@ class VirtualRanks:
 
     def _split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a view of (..., P * n, ...) as (S, F, ..., n, ...)."""
-        by_axis, num_axes = tensor.unflatten(dim, (*self.topology.shape, -1)), len(self.topology.shape)
-        return self._layout.split(by_axis.movedim([*range(dim, dim + num_axes)], [*range(num_axes)]))
+        return tensor.unflatten(dim, (*self._shape, -1)).movedim((dim, dim + 1), (0, 1))
 
     def _join(self, split: torch.Tensor, dim: int) -> torch.Tensor:
         """Return (S, F, ..., n, ...) as (..., P * n, ...); the inverse of :meth:`_split`."""
-        by_axis, num_axes = self._layout.join(split), len(self.topology.shape)
-        return by_axis.movedim([*range(num_axes)], [*range(dim, dim + num_axes)]).flatten(dim, dim + num_axes)
+        return split.movedim((0, 1), (dim, dim + 1)).flatten(dim, dim + 2)
 
     def _attend_gathered(
         self, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs, attention: Attention
@@ -171,7 +186,7 @@ class VirtualRanks:
         ]
         slow_indices = self._slow_indices_of(segments, query.device)[:, None]
         result = None
-        for slow_index in range(self.num_slow):
+        for slow_index in range(self.layout.num_slow):
             is_own = slow_indices == slow_index
             key, value = (torch.where(is_own, *pair) for pair in zip(exact, coded[::-1], strict=True))
             output = attention(query, key, value)
@@ -180,8 +195,7 @@ class VirtualRanks:
 
     def _slow_indices_of(self, segments: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return the slow coordinate of each token's rank, int64 (N); 0 for replicated tokens."""
-        of_rank = torch.empty(self.topology.size, dtype=torch.long)
-        of_rank[torch.tensor(self._layout.ranks_by_slow_index)] = torch.arange(self.num_slow)[:, None]
+        of_rank = torch.arange(self.topology.size) // self.layout.num_fast
         of_segments = [
             of_rank.repeat_interleave(size // self.topology.size)
             if self.is_divisible(size)
@@ -200,7 +214,7 @@ class VirtualRanks:
             return tensor
         blocks = [parts[index].unflatten(_TOKEN_DIM, (size, -1)).permute(2, 0, 1, 3, 4) for index in sharded]
         sent = self._reshard_along_fast(torch.cat(blocks, 3))
-        received = _through_codecs(name, sent, layer_codecs, tensor.shape[0], self.num_slow - 1)
+        received = _through_codecs(name, sent, layer_codecs, tensor.shape[0], self.layout.num_slow - 1)
         received = self._reshard_back(received, tensor.shape[_HEAD_DIM])
         for index, part in zip(sharded, received.split([block.shape[3] for block in blocks], 3), strict=True):
             parts[index] = part.permute(1, 2, 0, 3, 4).flatten(_TOKEN_DIM, _TOKEN_DIM + 1)
@@ -209,16 +223,16 @@ class VirtualRanks:
     def _reshard_along_fast(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return each rank's tokens (P, B, H, T, D) as it sends them: by heads along the fast axes, zero-padded where
         these do not divide the heads, (P, B, h, F * T, D)."""
-        padded = functional.pad(blocks, (0, 0, 0, 0, 0, -blocks.shape[2] % self.num_fast))
-        by_slow = self._layout.split(padded.unflatten(0, self.topology.shape))  # (S, F, B, H, T, D)
-        by_heads = by_slow.unflatten(3, (self.num_fast, -1)).permute(0, 3, 2, 4, 1, 5, 6)
+        padded = functional.pad(blocks, (0, 0, 0, 0, 0, -blocks.shape[2] % self.layout.num_fast))
+        by_slow = padded.unflatten(0, self._shape)  # (S, F, B, H, T, D)
+        by_heads = by_slow.unflatten(3, (self.layout.num_fast, -1)).permute(0, 3, 2, 4, 1, 5, 6)
         return by_heads.flatten(4, 5).flatten(0, 1)
 
     def _reshard_back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
         """Return what was sent (P, B, h, F * T, D) as each rank's tokens (P, B, H, T, D)."""
-        by_heads = sent.unflatten(0, (self.num_slow, -1)).unflatten(4, (self.num_fast, -1))
+        by_heads = sent.unflatten(0, (self.layout.num_slow, -1)).unflatten(4, (self.layout.num_fast, -1))
         by_slow = by_heads.permute(0, 4, 2, 1, 3, 5, 6).flatten(3, 4)[:, :, :, :heads]
-        return self._layout.join(by_slow).flatten(0, len(self.topology.shape) - 1)
+        return by_slow.flatten(0, 1)
 
 
 class VirtualRing(VirtualRanks):
@@ -254,34 +268,48 @@ def _through_codecs(
 
 def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int) -> torch.Tensor:
     """Return the values of one branch in a batch; see :func:`_through_codecs`."""
-    of_tensor, stats = (layer_codecs, name, ALL_HEADS), layer_codecs.stats
-    codec = codec_for(*of_tensor, values.shape, values.dtype)
-    joint = joint_for(*of_tensor, values.shape, values.dtype, codec)
-    link_state = layer_codecs.link_state(name, ALL_HEADS)
-    reference, lead = link_state.sent, joint.at_sender() if joint else None
+    state, stats, errors = layer_codecs.link_state(name, ALL_HEADS), layer_codecs.stats, layer_codecs.errors
+    codec, joint = choose(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
+    lead, reference, is_following = joint and joint.at_sender(), state.sent, bool(joint and joint.is_coded)
+    error = None
+    if not codec.is_exact:
+        leader = joint.leader.sent_values if joint and is_following else None
+        error = TensorError(name[0], layer_codecs.layer, layer_codecs.counts_errors, leader.error if leader else None)
     if lead:
         lead.prepare(reference, codec)
-    active = active_tokens_for(*of_tensor, values, codec, lead=lead)
-    layer_codecs.note_sent(name, ALL_HEADS, values, None)
-    if layer_codecs.measures_yardsticks and not codec.is_exact:
-        stats.quant_errors += yardsticks.measure(values).items()
-    sizes = section_bytes(codec, name, values.shape, values.dtype)
-    payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
-    stats.sent_bytes += copies * len(values) * sum(map(aligned, sizes))
+    active = active_tokens_for(layer_codecs, name, ALL_HEADS, values, codec) if codec.selects_tokens else None
+    layer_codecs.note_sent(name, ALL_HEADS, values, None, error)
+    if layer_codecs.step.measures_yardsticks and error:
+        measured = yardsticks.measure(values)
+        energies = errors.add([TensorError(each, layer_codecs.layer) for each in measured], values.device)
+        energies.copy_(torch.stack([*measured.values()]))
+    layout = message_layout(((name[0], codec, values.shape),), values.dtype)
+    payload = values.new_empty(len(values), codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+    stats.sent_bytes += copies * len(values) * (layout.nbytes - ALIGNMENT)
     stats.exact_bytes += copies * values.nbytes
-    tensor = CodedTensor(values, reference, codec, active, payload, None, lead, link_state.sent_values)
-    error: QuantError | None
+    tensor = CodedTensor(values, reference, codec, active, payload, None, lead)
+    energies = errors.add([error] if error else [], values.device)
     if tensor.is_quantized:
-        error, received = coded_tensor.round_trip(tensor)
+        received = _round_trip(tensor, energies)
     else:
-        [error] = coded_tensor.encode([tensor])
-        received = values if codec.is_exact else decoded_values(reference, lead)
-    if error:
-        stats.quant_errors.append((name[0], error))
-    if error and not is_finite(error):
+        coded_tensor.encode([tensor], energies)
+        received = values if codec.is_exact else reference.values
+    if error and not energies[:, 0].isfinite().all():
         stats.repeated += 1
-        link_state.drop_kept()
-        payload, lead = torch.empty_like(values).flatten(1).view(torch.uint8), lead and lead.alone()
-        coded_tensor.encode([CodedTensor(values, reference, EXACT, None, payload, lead=lead)])
+        state.drop_kept()
+        payload = torch.empty_like(values).flatten(1).view(torch.uint8)
+        alone = joint and joint._replace(is_coded=False).at_sender()
+        coded_tensor.encode([CodedTensor(values, reference, EXACT, None, payload, lead=alone)], energies[:0])
         return values
     return received
+
+
+def _round_trip(tensor: CodedTensor, energies: torch.Tensor) -> torch.Tensor:
+    """Return the values (L, G, H, T, D) decoded of a quantized tensor, for a reference that both ends share."""
+    part, target = tensor.part, torch.empty_like(tensor.values)
+    reference, decoded = (Int8Rows(*map(torch.empty_like, part.new_reference)) for _ in range(2))
+    kernels.encode([part._replace(new_reference=reference)], energies)
+    base = tensor.lead.reference.values if tensor.lead and tensor.lead.is_coded else None
+    kernels.decode([part._replace(values=target, base=base, new_reference=decoded)])
+    tensor.advance(part._replace(new_reference=reference))
+    return target

@@ -7,19 +7,21 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests import ranks
+from tests.coded_layers import encode, layer_codecs
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.codec import coded_tensor, kernels
-from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, aligned
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, EXACT, Codec
+from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, decode
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks, VirtualRing
 
 PARTS = (8, 3, 16)
 """Tokens of three segments; the second is not divisible by four ranks."""
@@ -36,23 +38,23 @@ def decoded(values: torch.Tensor) -> torch.Tensor:
         values.new_empty(4, CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8),
         values + 0,
     )
-    for code, each in ((coded_tensor.encode, values), (coded_tensor.decode, target)):
-        code([coded_tensor.CodedTensor(each, LinkReference(), CODEC, None, payload)])
+    encode(CodedTensor(values, LinkReference(), CODEC, None, payload))
+    decode([CodedTensor(target, LinkReference(), CODEC, None, payload)])
     return target
 
 
 def codecs_of(codec: Codec) -> LayerCodecs:
-    return LayerCodecs(None, {"q": EXACT, "k": codec, "v": codec, "o": EXACT}, {}, CodecStats())
+    return layer_codecs(None, {"q": EXACT, "k": codec, "v": codec, "o": EXACT}, {})
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slow", "slow_indices"), [("2x2", "node", [0, 0, 1, 1]), ("2x2", "gpu", [0, 1, 0, 1])]
+    ("slow", "slow_indices", "receivers"), [(("node",), [0, 0, 1, 1], 1), (("node", "gpu"), [0, 1, 2, 3], 3)]
 )
-def test_virtual_ring_equals_its_definition(sizes: str, slow: str, slow_indices: list[int]) -> None:
-    ring, layer_codecs = VirtualRing(Topology.parse(sizes), (slow,)), codecs_of(CODEC)
+def test_virtual_ring_equals_its_definition(slow: tuple[str, ...], slow_indices: list[int], receivers: int) -> None:
+    ring, codecs = VirtualRing(Topology.parse("2x2"), slow), codecs_of(CODEC)
     query, key, value = map(tensor, range(3))
     attention = functional.scaled_dot_product_attention
-    found = ring.attend([query, key, value], PARTS, layer_codecs, attention)
+    found = ring.attend([query, key, value], PARTS, codecs, attention)
     ranks = [*[0] * 2, *[1] * 2, *[2] * 2, *[3] * 2, *[None] * 3, *[0] * 4, *[1] * 4, *[2] * 4, *[3] * 4]
     # Each rank has two tokens of the first segment and four of the last.
     owned = [[token for token, owner in enumerate(ranks) if owner == rank] for rank in range(4)]
@@ -66,8 +68,8 @@ def test_virtual_ring_equals_its_definition(sizes: str, slow: str, slow_indices:
                     mine[:, :, owned[other]] = blocks[other]
             received.append(mine)
         assert torch.allclose(found[:, :, own], attention(query[:, :, own], *received), atol=1e-6)
-    stats = layer_codecs.stats
-    assert stats.exact_bytes == 4 * 2 * 2 * 3 * 6 * 16 * 4 and stats.sent_bytes < 0.15 * stats.exact_bytes
+    stats = codecs.stats
+    assert stats.exact_bytes == receivers * 4 * 2 * 2 * 3 * 6 * 16 * 4 and stats.sent_bytes < 0.15 * stats.exact_bytes
 
 
 def test_exact_ring_equals_attention_and_repeats_infinite_values() -> None:
@@ -77,9 +79,9 @@ def test_exact_ring_equals_attention_and_repeats_infinite_values() -> None:
     found = ring.attend([query, key, value], PARTS, codecs_of(EXACT), functional.scaled_dot_product_attention)
     assert torch.equal(found, expected)
     value[0, 0, 0, 0] = torch.inf
-    layer_codecs = codecs_of(CODEC)
-    ring.attend([query, key, value], PARTS, layer_codecs, functional.scaled_dot_product_attention)
-    assert layer_codecs.stats.repeated == 1
+    codecs = codecs_of(CODEC)
+    ring.attend([query, key, value], PARTS, codecs, functional.scaled_dot_product_attention)
+    assert codecs.stats.repeated == 1
 
 
 STEPS, BRANCHES = 5, 2
@@ -109,7 +111,7 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, mode: str, sc
     partition = AxisPartition.over(dist.group.WORLD, mesh, ("node",), Mesh.over)
     virtual, fast = VirtualRanks(topology, ("node",), may_gather=True), partition.num_fast
     real = CodecRuntime(partition, mode, schedule, list)
-    simulated = CodecRuntime(None, mode, schedule, list, virtual_ranks=virtual)
+    simulated = CodecRuntime(virtual.layout, mode, schedule, list)
     seen: list[list[torch.Tensor]] = []
 
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -122,16 +124,16 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, mode: str, sc
         for branch in range(BRANCHES):
             tensors = [content(name, branch, step, heads) for name in "qkv"]
             mine = [pad_heads(by_rank(each, size).chunk(size, 2)[rank], fast).contiguous() for each in tensors]
-            layer_codecs = real.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
-            ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=partition)
+            codecs = real.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
+            ulysses = UlyssesAttention(mesh, layer_codecs=codecs, gather=partition)
             ulysses.start_inputs(*mine)
             _, *arrived = ulysses.wait_inputs(0)
             shares = LayerSizes.of(*tensors, fraction=virtual.shard_fraction(tensors[1].shape, SEGMENTS, True))
             of_mine = LayerSizes.of(*mine)
             assert shares == of_mine._replace(row_values=shares.row_values)  # few tokens share a row in few ways
             seen.clear()
-            layer_codecs = simulated.layer_codecs("attn", 1, branch, shares, gathers_kv=True)
-            virtual.attend(tensors, SEGMENTS, layer_codecs, attention)
+            codecs = simulated.layer_codecs("attn", 1, branch, shares, gathers_kv=True)
+            virtual.attend(tensors, SEGMENTS, codecs, attention)
             for found, expected in zip(arrived, seen[partition.slow_index], strict=True):
                 of_rank = pad_heads(by_rank(expected, size), fast).chunk(fast, 1)[partition.fast_index]
                 assert torch.equal(found, of_rank), (step, branch)
@@ -161,5 +163,5 @@ QUICK = [("2x2", 3, *SCHEDULES[0]), ("2x2", 4, *SCHEDULES[1])]
 def test_virtual_ranks_gather_the_values_of_real_ones(sizes: str, heads: int, mode: str, schedule: str) -> None:
     found = ranks.run(gather_really_and_virtually, Topology.parse(sizes).size, sizes, heads, mode, schedule)
     really, virtually = zip(*found, strict=True)
-    flags = STEPS * BRANCHES * len(really) * aligned(1)  # virtual messages have none
+    flags = STEPS * BRANCHES * len(really) * ALIGNMENT  # virtual messages have none
     assert set(virtually) == {sum(really) - flags}

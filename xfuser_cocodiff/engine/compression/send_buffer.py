@@ -1,0 +1,23 @@
+"""Memory of the coded message that is being sent, used again for each message."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+class SendBuffer:
+    """A buffer for one message at a time.
+
+    A comm stream encodes and sends one message after the other, so that none needs a buffer of its own.
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def view(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the buffer as bytes of a shape, uint8, whose contents are undefined; it grows if it is too small."""
+        size = math.prod(shape)
+        if self._memory is None or len(self._memory) < size or self._memory.device != device:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._memory[:size].view(shape)
