@@ -8,8 +8,8 @@
 set -euo pipefail
 [ $# -ge 2 ] || { echo "usage: scripts/one_gpu.sh FOLDER 1|2 [--dry-run]" >&2; exit 2; }
 folder=$(realpath -m "$1")
-module=xfuser_cocodiff.lab.one_gpu
-[ "${3:-}" != --dry-run ] || module=tests.lab.one_gpu.dry_run
+module=benchmarks.one_gpu
+[ "${3:-}" != --dry-run ] || module=tests.benchmarks.one_gpu.dry_run
 cd "$(dirname "$0")/.."
 # Only the first visible GPU is used.
 devices=${CUDA_VISIBLE_DEVICES-0}

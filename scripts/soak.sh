@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs `cocodiff soak` with these arguments, on the CPU.
+# Sets up the environment and runs the soak test with these arguments, on the CPU.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
 use_cpu
-exec cocodiff soak "$@"
+exec python -m benchmarks.soak "$@"

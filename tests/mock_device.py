@@ -27,8 +27,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.accelerator import op_cost
 from xfuser_cocodiff.engine.comm import comm_stream, stages
-from xfuser_cocodiff.lab.accelerator import op_cost
 
 CALLER = "the caller's stream"
 PINNED = "pinned memory"

@@ -1,4 +1,7 @@
-"""Imports have one direction between floors, packages and files, and two places import the host."""
+"""Imports have one direction between floors, packages and files, and two places import the host.
+
+Nothing imports `benchmarks`.
+"""
 
 import ast
 import functools
@@ -9,19 +12,18 @@ from pathlib import Path
 
 PACKAGE = "xfuser_cocodiff"
 FOLDER = Path(__file__).parent.parent / PACKAGE
+BENCHMARKS = FOLDER.parent / "benchmarks"
+"""Not in the wheel."""
 FLOORS = {
     "engine": ("topology", "codec", "comm", "compression", "attention", "autotune"),
     "xdit": (
         *("settings", "patching", "platforms", "layers", "session", "attention"),
         *("run_tracking", "integration"),
     ),
-    "lab": (
-        *("launching", "reporting", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),
-        *("comparison", "bench", "one_gpu", "cluster_bench", "soak"),
-    ),
+    "lab": ("launching", "reporting", "models", "emulation", "probing", "accelerator", "simulation", "comparison"),
 }
 """Packages of each floor, lowest first."""
-PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli")
+PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli", "benchmarks")
 """All packages, lowest first: a package may import itself and those before it."""
 ENTRY_POINTS = {"": {"engine", "xdit", "lab"}, "auto": {""}, "autoload": {""}}
 """Top-level modules ("" is the package itself) and the modules that each may import."""
@@ -34,11 +36,11 @@ IMPORT_HOSTS = ("xdit.", "lab.launching.")
 
 def name_of(file: Path) -> str:
     """Return the module name of a file, without the package's name."""
-    parts = file.relative_to(FOLDER).with_suffix("").parts
+    parts = file.relative_to(FOLDER if file.is_relative_to(FOLDER) else FOLDER.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {name_of(file): file for file in sorted(FOLDER.rglob("*.py"))}
+FILES = {name_of(file): file for root in (FOLDER, BENCHMARKS) for file in sorted(root.rglob("*.py"))}
 
 
 @functools.cache
@@ -55,8 +57,9 @@ def imports(file: Path) -> set[str]:
 
 
 def modules(file: Path) -> set[str]:
-    """Return the modules of this package that a file imports; other imported names stand for their module."""
-    own = {name.removeprefix(PACKAGE).lstrip(".") for name in imports(file) if name.split(".")[0] == PACKAGE}
+    """Return the modules of ours that a file imports; other imported names stand for their module."""
+    ours = {name for name in imports(file) if name.split(".")[0] in (PACKAGE, BENCHMARKS.name)}
+    own = {name.removeprefix(PACKAGE).lstrip(".") for name in ours}
     return {name if name in FILES else name.rpartition(".")[0] for name in own} - {""}
 
 

@@ -7,11 +7,11 @@ PACKAGE = "xfuser_cocodiff"
 FLOORS = {
     "cli": ("the command: one file per subcommand", "#f3e8ff", ()),
     "lab": (
-        "measures and demonstrates: benchmarks, comparison, simulation",
+        "measures and demonstrates: comparison, simulation",
         "#fff4e0",
         (
-            *("launching", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),
-            *("comparison", "bench", "one_gpu", "cluster_bench", "soak", "reporting"),
+            *("launching", "models", "emulation", "probing", "accelerator"),
+            *("simulation", "comparison", "reporting"),
         ),
     ),
     "xdit": (

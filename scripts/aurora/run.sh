@@ -32,6 +32,8 @@ read -ra modes <<< "${AURORA_MODES:-exact balanced fast paper}"
 read -ra more <<< "${AURORA_XDIT:-}"
 read -ra quality_models <<< "${AURORA_QUALITY-FLUX.1-dev SD3.5 Qwen-Image}"
 cocodiff=(python -m xfuser_cocodiff.cli)
+PYTHONPATH="$(dirname "$(dirname "$script_dir")")${PYTHONPATH:+:$PYTHONPATH}" # for benchmarks
+export PYTHONPATH
 
 fail() {
     echo "run.sh: $1" >&2
@@ -100,7 +102,7 @@ campaign() {
     for nodes in "${node_counts[@]}"; do
         start_on "$nodes"
         "$1" "nodes-$nodes/probe" "${start[@]}" "${cocodiff[@]}" probe --json result.json
-        "$1" "nodes-$nodes/a2a" "${start[@]}" "${cocodiff[@]}" bench a2a --json result.json \
+        "$1" "nodes-$nodes/a2a" "${start[@]}" python -m benchmarks.a2a --json result.json \
             --sizes "${AURORA_SIZES:-6MB,24MB,48MB}" --repeats "$repeats"
         for model in "${models[@]}"; do
             degree_for "${model#*:}"

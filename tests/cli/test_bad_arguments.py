@@ -21,15 +21,10 @@ BAD = [
         ["plan", "--timeout", "inf"],
     ),
     *(["probe", "--timeout", "-1"], ["probe", "--timeout", "ten"], ["probe", "--topology", "rack=1"]),
-    *(
-        ["bench", "a2a", "--timeout", "0"],
-        ["bench", "a2a", "--topology", "2x2"],
-        ["bench", "kernels", "--repeats", "0"],
-    ),
     *(["simulate", "--nodes", nodes] for nodes in ("0", "-1", "", "two", "1;2")),
     *(["simulate", "--resolution", "12"], ["simulate", "--resolution", "0"], ["simulate", "--batch", "0"]),
     *(["simulate", "--model", "x"], ["simulate", "--mode", "x"], ["simulate", "--cluster", "x"]),
-    *(["env", "--degree", "0"], ["env", "--degree", "x"], ["env", "--typo"], ["bench", "typo"], ["typo"]),
+    *(["env", "--degree", "0"], ["env", "--degree", "x"], ["env", "--typo"], ["typo"]),
 ]
 
 

@@ -64,7 +64,7 @@ def test_unknown_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "'SD9'" in error and "FLUX.1-dev" in error
 
 
-@pytest.mark.parametrize("arguments", [["bench", "kernels", "--repeats", "0"], ["env", "--degree", "0"]])
+@pytest.mark.parametrize("arguments", [["env", "--degree", "0"]])
 def test_numbers_out_of_range_are_reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     assert arguments[-2] in capsys.readouterr().err

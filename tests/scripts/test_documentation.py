@@ -128,7 +128,6 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif program == "cocodiff":
         for command in cli.COMMANDS:
             monkeypatch.setattr(command, "run", parse_xdit_arguments, raising=False)
-        monkeypatch.setattr(cli.bench, "run", parse_xdit_arguments, raising=False)
         assert cli.main(arguments) == 0
     elif program == "xdit":
         parse_xdit(arguments, "runner")

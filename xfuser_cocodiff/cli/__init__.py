@@ -12,9 +12,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, soak
+from xfuser_cocodiff.cli import compare, env, models, plan, probe, quality, simulate
 
-COMMANDS = (compare, env, models, probe, plan, bench, quality, simulate, soak)
+COMMANDS = (compare, env, models, probe, plan, quality, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

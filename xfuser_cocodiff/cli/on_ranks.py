@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
             raise ValueError(
                 f"--timeout {options.timeout:g} is not valid; valid are seconds above 0, up to {MAX_SECONDS:g}"
             )
-        group = bare_runtime.start(options.timeout, getattr(options, "ring", 1))
+        group = bare_runtime.start(options.timeout)
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.lab.accelerator.emulated import accelerator
+from tests.benchmarks.accelerator.emulated import accelerator
 from tests.mock_device import HAS_BACKENDS, DisorderError, MockDevice, register_mock_device
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology.devices import CPU

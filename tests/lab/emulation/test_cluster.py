@@ -1,6 +1,5 @@
 """The emulated cluster: its arithmetic, its command line, and real namespaces where this machine permits them."""
 
-import dataclasses
 import os
 import signal
 import statistics
@@ -59,27 +58,13 @@ def test_a_flat_rate_gives_each_rank_one_port(shape: str) -> None:
     assert described(shape, flat=1).links(2) == (Link("flat", (0, 1, 3)),)
 
 
-def test_axes_of_ports_have_one_link_to_all_peers() -> None:
-    """As in the planner, where the peers of an axis share the rank's rate along it."""
-    built = dataclasses.replace(described("2x3x2", node=3, gpu=2, tile=1), ports=("gpu",))
-    assert built.links(7) == (Link("node", (0, 1, 2, 3, 4, 5)), Link("tile", (6,)), Link("gpu", (8, 9, 10, 11)))
-    built = dataclasses.replace(described("node=1,gpu=2,tile=3", gpu=2, tile=1), ports=("tile", "gpu"))
-    assert built.links(0) == (Link("tile", (1, 2)), Link("gpu", (3, 4, 5)))
-
-
 @pytest.mark.parametrize(
     ("shape", "rates"), [("2x3x2", {"node": 3.0, "gpu": 2.0, "tile": 1.0}), ("flat=3", {"flat": 1})]
 )
 def test_a_cluster_round_trips_through_its_environment_variable(shape: str, rates: dict[str, float]) -> None:
-    built = dataclasses.replace(described(shape, **rates), ports=tuple(rates)[:1])
+    built = described(shape, **rates)
     assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
     assert links.from_environment({}) is None
-
-
-def test_shaping_outside_of_a_cluster_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CLUSTER_VARIABLE, raising=False)
-    with pytest.raises(RuntimeError, match="only a rank of an emulated cluster"):
-        links.shape(2)
 
 
 def test_presets_keep_the_ratios_of_the_real_rates() -> None:
@@ -217,7 +202,7 @@ def finish(launcher: subprocess.Popen, status: int = 0) -> tuple[list[str], list
 
 
 MEASURING = """
-import os, sys, time, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 from xfuser_cocodiff.lab.emulation import links
 assert sorted(os.listdir("/sys/class/net")) == ["eth0", "lo"]
 dist.init_process_group("gloo")
@@ -225,21 +210,19 @@ value = torch.full((1000,), dist.get_rank() + 1.0)
 dist.all_reduce(value)
 size = dist.get_world_size()
 assert torch.equal(value, torch.full((1000,), size * (size + 1) / 2))
-for scale in map(float, sys.argv[1:]):
-    cluster = links.shape(scale)
-    assert links.from_environment() == cluster and cluster.scale == scale
-    for axis in cluster.rates:
-        sent = {}  # for each link a second's bytes, to all ranks that it leads to
-        for link in cluster.links(dist.get_rank()):
-            for peer in link.ranks if link.axis == axis else ():
-                sent[peer] = torch.zeros(round(cluster.rate(axis) * 1e6 / 8 / len(link.ranks)), dtype=torch.uint8)
-        # Before the others send: gloo announces a receive on the same connection, where it would queue behind data.
-        works = [dist.irecv(message.clone(), peer) for peer, message in sent.items()]
-        dist.barrier()
-        started = time.perf_counter()
-        for work in [*works, *(dist.isend(message, peer) for peer, message in sent.items())]:
-            work.wait()
-        print(axis, scale, time.perf_counter() - started)
+cluster = links.from_environment()
+for axis in cluster.rates:
+    sent = {}  # for each link a second's bytes, to all ranks that it leads to
+    for link in cluster.links(dist.get_rank()):
+        for peer in link.ranks if link.axis == axis else ():
+            sent[peer] = torch.zeros(round(cluster.rate(axis) * 1e6 / 8 / len(link.ranks)), dtype=torch.uint8)
+    # Before the others send: gloo announces a receive on the same connection, where it would queue behind data.
+    works = [dist.irecv(message.clone(), peer) for peer, message in sent.items()]
+    dist.barrier()
+    started = time.perf_counter()
+    for work in [*works, *(dist.isend(message, peer) for peer, message in sent.items())]:
+        work.wait()
+    print(axis, time.perf_counter() - started)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -249,23 +232,23 @@ dist.destroy_process_group()
 @pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(
-    ("options", "scales"),
+    "options",
     [
-        (["--preset", "aurora"], (0.1,)),
-        (["--topology", "2x2", "--rates", "node=8,gpu=20"], (0.25, 1.5)),
-        (["--topology", "flat=3", "--rates", "flat=10"], (1,)),
+        ["--preset", "aurora", "--scale", "0.1"],
+        ["--topology", "2x2", "--rates", "node=8,gpu=20", "--scale", "1.5"],
+        ["--topology", "flat=3", "--rates", "flat=10"],
     ],
-    ids=["aurora", "reshaped", "flat"],
+    ids=["aurora", "scaled", "flat"],
 )
-def test_links_have_the_requested_rates(options: list[str], scales: tuple[float, ...]) -> None:
-    output, error = finish(start(options, MEASURING, *scales))
+def test_links_have_the_requested_rates(options: list[str]) -> None:
+    output, error = finish(start(options, MEASURING))
     assert error == []
-    seconds: dict[tuple[str, str], list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for line in output:
         if "[Gloo]" not in line:  # which PyTorch 2.8 says of its connections
-            _, axis, scale, taken = line.split()
-            seconds.setdefault((axis, scale), []).append(float(taken))
-    assert len(seconds) == len(scales) * len(cluster._cluster(cluster._options([*options, "--", "true"])).rates)
+            _, axis, taken = line.split()
+            seconds.setdefault(axis, []).append(float(taken))
+    assert len(seconds) == len(cluster._cluster(cluster._options([*options, "--", "true"])).rates)
     for found in seconds.values():
         assert statistics.median(found) == pytest.approx(1, rel=0.15), seconds
 

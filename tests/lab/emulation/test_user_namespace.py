@@ -146,69 +146,6 @@ def test_no_process_survives_the_launcher(number: signal.Signals, as_root: bool,
     assert (interfaces(), sorted(os.listdir("/run"))) == before
 
 
-HANGING = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.emulation import forked_ranks, links, namespaces
-topology = Topology.parse("node=2,gpu=2")
-addresses = tuple(map(namespaces.address, range(4)))
-def work(rank):
-    print("here", flush=True)
-    time.sleep(600)
-try:
-    forked_ranks.run_forked(links.Cluster(topology, {"node": 20, "gpu": 20}, addresses), work)
-except (KeyboardInterrupt, RuntimeError) as error:
-    print(repr(error), flush=True)
-"""
-
-
-def hanging(word: str, as_root: bool) -> subprocess.Popen:
-    """Start a process that forks ranks which hang."""
-    caller = ordinary([PYTHON, "-c", HANGING, word], as_root)
-    for _ in range(4):
-        assert "here" in caller.stdout.readline()
-    return caller
-
-
-@needs_namespaces
-@pytest.mark.parametrize(
-    ("number", "as_root"),
-    slow_but([(ENDS[1], False), (ENDS[2], False)], itertools.product(ENDS, [False, True])),
-)
-def test_no_forked_rank_survives_its_caller(
-    number: signal.Signals, as_root: bool, marked: tuple[str, Callable]
-) -> None:
-    if as_root and not user_namespace.is_root():
-        pytest.skip("these tests do not run as root")
-    word, running = marked
-    before = interfaces(), sorted(os.listdir("/run"))
-    caller = hanging(word, as_root)
-    assert len(running()) == 7  # and the cell, and its first process
-    caller.send_signal(number)
-    output, _ = caller.communicate(timeout=DEADLINE)
-    if number == signal.SIGINT:  # which the caller handles, once nothing is left
-        assert output == "KeyboardInterrupt()\n"
-        assert not running()
-    wait_for(lambda: not running())
-    assert (interfaces(), sorted(os.listdir("/run"))) == before
-
-
-@needs_namespaces
-@pytest.mark.parametrize(
-    ("place", "said"), [(-1, "rank 3 was killed by SIGKILL"), (1, "the emulated cluster ended with status -9")]
-)
-def test_a_forked_process_that_is_killed_from_outside(place: int, said: str, marked: tuple[str, Callable]) -> None:
-    """Rank 3, which hangs, or the parent of the first process of all ranks."""
-    word, running = marked
-    caller = hanging(word, False)
-    os.kill(sorted(running())[place], signal.SIGKILL)
-    output, _ = caller.communicate(timeout=DEADLINE)
-    assert said in output
-    wait_for(lambda: not running())
-
-
 @needs_namespaces
 def test_nothing_starts_after_the_launcher_was_killed(marked: tuple[str, Callable]) -> None:
     """Killed between the fork and the child's PR_SET_PDEATHSIG."""

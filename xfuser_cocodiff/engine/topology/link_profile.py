@@ -12,9 +12,9 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 SLOW_RATIO, FURTHER_SLOW_RATIO = 0.1, 0.2
 """Ratios of link bandwidth to codec throughput below which an axis is slow: one of them, and further axes, whose values
 are encoded anyway. Slow axes are the outermost ones: an axis inside one that is not slow is not slow either. Both are
-far below 1 because lossless communication is mostly hidden behind attention, and encoding is not. In `cocodiff bench
-cluster`, coding saves 1 to 79 % of the step where the ratio is 0.075 or less; where it is 0.11 to 0.18, the step is
-11 % longer to 2 % shorter."""
+far below 1 because lossless communication is mostly hidden behind attention, and encoding is not. In predictions from
+recorded steps, coding saves 1 to 79 % of the step where the ratio is 0.075 or less; where it is 0.11 to 0.18, the step
+is 11 % longer to 2 % shorter."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Emulates the accelerator of a rank: what PyTorch code would do on the device, when, and how long its messages take.
-Input: the speed of a known device (published, or an assumption that is marked as such), and code that runs on it.
-Output: recorded steps, and their times on the shaped links of an emulated cluster at any dilation.
-Public: `accelerators.Accelerator`, `accelerators.ACCELERATORS`, `device.EmulatedAccelerator`, `transport.Transport`.
+"""Rates that real kernels reach on known accelerators, and the host time of their calls.
+Input: published figures, or assumptions that are marked as such.
+Output: the duration of a kernel from its FLOPs and bytes.
+Public: `accelerators.Accelerator`, `accelerators.ACCELERATORS`.
 """

@@ -9,8 +9,6 @@ tile    one to every other tile of its GPU
 gpu     one to every other GPU of its node, shared by that GPU's tiles
 node    one to all other nodes together: the rank's share of the network cards of its node
 flat    one to all other ranks: a port
-port    an axis named in `Cluster.ports`: one to all its peers on that axis, as the
-        planner and the simulator assume
 ======  ==========================================================================
 
 Rates are TCP goodput in Mbit/s. Latency is not emulated: it is that of this machine, 0.05 to 0.1 ms.
@@ -78,10 +76,6 @@ class Cluster:
     interface: str = INTERFACE
     packet_seconds: float = PACKET_SECONDS
     """Transfer time of a packet on its link, within the limits of packet sizes."""
-    ports: tuple[str, ...] = ()
-    """Axes on which a rank has one link to all its peers together, instead of one to each tile or GPU."""
-    max_packet: int = MAX_PACKET
-    """Maximum size of an IP packet, in bytes: at most 65,535."""
 
     @property
     def size(self) -> int:
@@ -94,7 +88,7 @@ class Cluster:
 
     def packet_bytes(self, axis: str) -> int:
         """Return the size of IP packets on a link along an axis."""
-        return min(max(round(self.rate(axis) * 1e6 / 8 * self.packet_seconds), MIN_PACKET), self.max_packet)
+        return min(max(round(self.rate(axis) * 1e6 / 8 * self.packet_seconds), MIN_PACKET), MAX_PACKET)
 
     def links(self, rank: int) -> tuple[Link, ...]:
         """Return the links that a rank sends on, ordered by the first rank that each leads to."""
@@ -110,7 +104,7 @@ class Cluster:
         if FLAT in self.rates:
             return (FLAT,)
         axis, place = next((a.name, p) for a, o, p in zip(self.topology.axes, own, peer, strict=True) if o != p)
-        return (axis,) if axis == "node" or axis in self.ports else (axis, place)
+        return (axis,) if axis == "node" else (axis, place)
 
     def to_json(self) -> str:
         """Return the value of the environment variable that describes the cluster to its ranks."""
@@ -120,9 +114,8 @@ class Cluster:
     def from_json(cls, text: str) -> "Cluster":
         """Parse the output of :meth:`to_json`."""
         fields = json.loads(text)
-        addresses, ports = tuple(fields.pop("addresses")), tuple(fields.pop("ports"))
-        topology = Topology.parse(fields.pop("topology"), len(addresses))
-        return cls(topology=topology, addresses=addresses, ports=ports, **fields)
+        addresses = tuple(fields.pop("addresses"))
+        return cls(topology=Topology.parse(fields.pop("topology"), len(addresses)), addresses=addresses, **fields)
 
 
 def packet_seconds(ranks: int, cores: int | None = None) -> float:
@@ -139,46 +132,6 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Cluster | N
     """Return the emulated cluster of this process, or None outside of one."""
     text = environment.get(CLUSTER_VARIABLE)
     return Cluster.from_json(text) if text else None
-
-
-def of_this_rank() -> Cluster:
-    """Return the emulated cluster of this process.
-
-    Raises:
-        RuntimeError: this process is not a rank of an emulated cluster.
-    """
-    cluster = from_environment()
-    if cluster is None:
-        raise RuntimeError(f"only a rank of an emulated cluster has links; {CLUSTER_VARIABLE} is not set")
-    return cluster
-
-
-def shape(scale: float, packet_seconds: float | None = None) -> Cluster:
-    """Set the links of the calling rank to `scale` times their rates at scale 1.
-
-    Every rank shapes its own traffic, so all ranks must call this, with no traffic in flight and a barrier after it.
-    Open connections continue at the new rates.
-
-    Args:
-        scale: factor on all rates.
-        packet_seconds: transfer time of a packet; unchanged if None. Large packets save CPU time and make the timing of
-            short messages less accurate.
-
-    Returns:
-        The cluster with its new scale, which :func:`from_environment` returns from now on.
-
-    Raises:
-        ValueError: a rate is out of range.
-        RuntimeError: this process is not a rank of an emulated cluster.
-    """
-    cluster = of_this_rank()
-    cluster = dataclasses.replace(cluster, scale=scale, packet_seconds=packet_seconds or cluster.packet_seconds)
-    check_rates(cluster)
-    rank = int(os.environ["RANK"])
-    run_batch("tc", class_commands(cluster, rank, "change"))
-    run_batch("ip", route_commands(cluster, rank))
-    os.environ[CLUSTER_VARIABLE] = cluster.to_json()
-    return cluster
 
 
 def check_rates(cluster: Cluster) -> None:
@@ -198,11 +151,11 @@ def build_commands(cluster: Cluster, rank: int) -> list[str]:
         if peer != rank
     ]
     # Traffic that no filter matches, such as ARP, is not shaped.
-    return [f"qdisc add dev {interface} root handle 1: htb", *class_commands(cluster, rank, "add"), *filters]
+    return [f"qdisc add dev {interface} root handle 1: htb", *class_commands(cluster, rank), *filters]
 
 
-def class_commands(cluster: Cluster, rank: int, verb: str) -> list[str]:
-    """Return the `tc` commands that add or change the classes of a rank: one per link, with a queue for each peer.
+def class_commands(cluster: Cluster, rank: int) -> list[str]:
+    """Return the `tc` commands that add the classes of a rank: one per link, with a queue for each peer.
 
     In a shared queue, connections would get unequal throughput (up to 1.5x of another's), depending on their TCP state.
     Separate queues are served round-robin, as network cards do.
@@ -214,13 +167,13 @@ def class_commands(cluster: Cluster, rank: int, verb: str) -> list[str]:
         rate = round(cluster.rate(link.axis) * 1e6 * sent / (packet - TCP_HEADERS))
         burst = max(1, round(rate / 8 * BURST_SECONDS))
         lines.append(
-            f"class {verb} dev {cluster.interface} parent 1: classid 1:{number:x} htb rate {rate}bit ceil {rate}bit "
+            f"class add dev {cluster.interface} parent 1: classid 1:{number:x} htb rate {rate}bit ceil {rate}bit "
             f"burst {burst} cburst {burst}"
         )
         # A queue has almost no rate of its own and borrows from its link; each turn sends one packet.
         lines += [
-            f"class {verb} dev {cluster.interface} parent 1:{number:x} classid 1:{_queue(peer):x} htb rate 1kbit "
-            f"ceil {rate}bit burst 1 cburst {cluster.max_packet + burst} quantum {packet + ETHERNET_HEADER}"
+            f"class add dev {cluster.interface} parent 1:{number:x} classid 1:{_queue(peer):x} htb rate 1kbit "
+            f"ceil {rate}bit burst 1 cburst {MAX_PACKET + burst} quantum {packet + ETHERNET_HEADER}"
             for peer in link.ranks
         ]
     return lines
@@ -234,11 +187,11 @@ def _queue(peer: int) -> int:
 def route_commands(cluster: Cluster, rank: int) -> list[str]:
     """Return the `ip` commands that set the packet size (MTU) of the route to every other rank.
 
-    The advertised segment size is the maximum, so that the route alone decides and can change under open connections.
+    The advertised segment size is the maximum, so that the route alone decides.
     """
     return [
         f"route replace {cluster.addresses[peer]}/32 dev {cluster.interface} src {cluster.addresses[rank]} "
-        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {cluster.max_packet - 40} rto_min {RETRANSMISSION_SECONDS}s"
+        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {MAX_PACKET - 40} rto_min {RETRANSMISSION_SECONDS}s"
         for link in cluster.links(rank)
         for peer in link.ranks
     ]

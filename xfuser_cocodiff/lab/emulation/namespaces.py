@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from xfuser_cocodiff.lab.emulation.links import Cluster, build_commands, route_commands, run_batch
+from xfuser_cocodiff.lab.emulation.links import MAX_PACKET, Cluster, build_commands, route_commands, run_batch
 
 MAX_RANKS = 254
 """Addresses in the subnet of a cluster."""
@@ -53,10 +53,10 @@ def make(cluster: Cluster) -> None:
     bridge, ranks = "bridge", range(cluster.size)
     run_batch("ip", [f"netns add {namespace}" for namespace in (bridge, *map(name, ranks))])
     # There is no router or multicast listener, and no snooping saves CPU time.
-    run_batch("ip", [f"link add {_BRIDGE} mtu {cluster.max_packet} type bridge mcast_snooping 0"], bridge)
+    run_batch("ip", [f"link add {_BRIDGE} mtu {MAX_PACKET} type bridge mcast_snooping 0"], bridge)
     for rank in ranks:
         run_batch("ip", [f"link add {cluster.interface} type veth peer name port{rank} netns {bridge}"], name(rank))
-    ports = [f"link set port{rank} mtu {cluster.max_packet} master {_BRIDGE} addrgenmode none up" for rank in ranks]
+    ports = [f"link set port{rank} mtu {MAX_PACKET} master {_BRIDGE} addrgenmode none up" for rank in ranks]
     run_batch("ip", [*ports, f"link set {_BRIDGE} addrgenmode none up"], bridge)
     _set(BRIDGE_SETTINGS, bridge)
     for rank in ranks:
@@ -66,7 +66,7 @@ def make(cluster: Cluster) -> None:
 def _make_rank(cluster: Cluster, rank: int) -> None:
     interface = cluster.interface
     # gso_max_segs 1 turns segmentation offload off. The queue is long enough for the packets of 254 ranks.
-    link = f"link set {interface} mtu {cluster.max_packet} gso_max_segs 1 txqueuelen 10000 addrgenmode none up"
+    link = f"link set {interface} mtu {MAX_PACKET} gso_max_segs 1 txqueuelen 10000 addrgenmode none up"
     own_address = f"addr add {cluster.addresses[rank]}/24 dev {interface}"
     run_batch("ip", ["link set lo up", link, own_address, *route_commands(cluster, rank)], name(rank))
     run_batch("tc", build_commands(cluster, rank), name(rank))

@@ -43,7 +43,7 @@ class Machine:
     internode_contention: float = 1.0
     """Further factor on `contention` for collectives that cross nodes."""
     slow_axes: tuple[str, ...] = (NODE,)
-    """Axes with which `bench cluster` also runs lossy modes where they are not those measured as slow."""
+    """Axes with which predictions also run lossy modes where they are not those measured as slow."""
 
     @property
     def ranks_per_node(self) -> int:

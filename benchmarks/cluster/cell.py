@@ -1,0 +1,96 @@
+"""A cell of the benchmark: a model at one size on some nodes of a machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.accelerator.program import RecordedCollective
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.machines import Machine
+from xfuser_cocodiff.lab.simulation.scenario import Scenario
+from xfuser_cocodiff.lab.simulation.sharding import RULES, UNSUPPORTED
+from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model at one size on some nodes of a machine, whose links take the collectives of a recorded step."""
+
+    machine: Machine
+    nodes: int
+    model: str
+    resolution: int
+    """Pixels per side of an image, or height of a video."""
+    batch: int = 1
+    """Number of images or videos."""
+    blocks: int = 1
+    """Blocks of each kind that are recorded; the last stands for all further ones."""
+    text_tokens: int | None = None
+    """Text tokens of the prompt; None for the pipeline's, or the largest number below that xDiT can shard."""
+
+    def __str__(self) -> str:
+        batch = f", batch {self.batch}" if self.batch > 1 else ""
+        text = f", {self.workload.text_tokens} text tokens" if self.workload.text_tokens else ""
+        return f"{self.machine.name} ({self.topology}), {self.model}, {self.resolution} px{batch}{text}"
+
+    @property
+    def topology(self) -> Topology:
+        """Topology of all ranks."""
+        return self.machine.topology(self.nodes)
+
+    @property
+    def workload(self) -> Workload:
+        """Dimensions of the model, with the text tokens of this cell."""
+        workload, degree = WORKLOADS[self.model], self.topology.size
+        tokens = self.text_tokens or workload.text_tokens
+        if self.text_tokens is None and RULES[self.model].text == UNSUPPORTED:
+            tokens = max(tokens // degree, 1) * degree
+        return replace(workload, text_tokens=tokens)
+
+    @property
+    def scenario(self) -> Scenario:
+        """The same cell for the simulator."""
+        return scenario_on_nodes(self.machine, self.nodes, self.workload, self.resolution, self.batch)
+
+    @property
+    def problem(self) -> str | None:
+        """Why xDiT cannot run this cell; None if it can."""
+        shard = self.scenario.shard
+        # The plugin can run what a remark names, but stock cannot.
+        return shard.problem or next((remark for remark in shard.remarks if "xDiT fails" in remark), None)
+
+    @property
+    def profile(self) -> Profile:
+        """Link profile of all ranks, as the plugin would measure it for the messages of this cell."""
+        return self.machine.link_profile(self.topology, self.scenario.message_bytes("q"))
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes per second of a rank along each axis."""
+        return {axis.name: self._link(axis.name).bytes_per_second for axis in self.topology.axes}
+
+    def axis_to(self, rank: int, own: int = 0) -> str:
+        """Return the axis of the link between two ranks: the outermost one on which they differ."""
+        return self.spanned_axes((own, rank))[0]
+
+    def spanned_axes(self, ranks: Sequence[int]) -> list[str]:
+        """Return the axes along which some ranks differ, outermost first."""
+        places = zip(self.topology.axes, zip(*map(self.topology.coordinates, ranks), strict=True), strict=True)
+        return [axis.name for axis, each in places if len(set(each)) > 1]
+
+    def latency_seconds(self, ranks: Sequence[int]) -> float:
+        """Return the seconds until the first byte of a collective of some ranks moves."""
+        axes = [self.axis_to(rank, ranks[0]) for rank in ranks[1:]]
+        return self.machine.launch_seconds + sum(self._link(axis).latency_seconds for axis in axes)
+
+    def contention(self, collective: RecordedCollective) -> float:
+        """Return the factor by which a collective takes longer than its bytes do: more than 1 for some all-to-alls."""
+        crossed = self.spanned_axes(collective.group.members(0))
+        if not collective.is_all_to_all or len(crossed) < 2:
+            return 1.0
+        spanned = Topology(tuple(axis for axis in self.topology.axes if axis.name in crossed))
+        return self.machine.link_profile(spanned, sum(collective.sent)).contention
+
+    def _link(self, axis: str) -> AxisLink:
+        return next(link for link in self.machine.links if link.name == axis)

@@ -1,0 +1,316 @@
+"""Records the steps of variants on an emulated accelerator, in one process that stands for all ranks.
+
+xDiT initializes its process groups once in a process. So each split is recorded in a process of its own, forked from
+the caller.
+"""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import modes
+from benchmarks.accelerator import device_type
+from benchmarks.accelerator.clock import Clock
+from benchmarks.accelerator.device import EmulatedAccelerator
+from benchmarks.accelerator.program import Program
+from benchmarks.accelerator.triton_stand_ins import TritonKernels
+from benchmarks.cluster.cell import Cell
+from benchmarks.cluster.rules import Rule
+from benchmarks.cluster.variants import Variant
+from benchmarks.full_size import transformer as full_size
+from benchmarks.full_size.transformer import FullSizeTransformer
+from xfuser_cocodiff.engine.attention import overlap_schedule
+from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.simulation import assumed_change
+from xfuser_cocodiff.xdit.attention import eager_attention
+from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck
+from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
+
+_WARMUP_STEPS = 3
+"""Steps after which a variant is in a steady state: layers are known, V's source is known, schedules are set."""
+_POSITIONS = (0.125, 0.375, 0.625, 0.875)
+"""Positions in the run of the coded steps that are recorded where bits do not vary: the middle of each quarter."""
+KEYFRAME = "keyframe"
+"""Name of the program of a keyframe."""
+
+
+@dataclass
+class Recording:
+    """Recorded steps of a variant."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    """Distinct steps by name."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Fraction of a run's steps that each program stands for."""
+    alternatives: dict[str, list[str]] = field(default_factory=dict)
+    """Programs of the other overlap schedules among which autotuning would choose, by the program that they could
+    replace."""
+
+
+@dataclass
+class RecordedSplit:
+    """Recorded steps of all variants of a split."""
+
+    recordings: dict[str, Recording]
+    counts: dict[str, int]
+    """Number of blocks of each kind in the real model."""
+
+
+def record_split(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
+    """Record variants of the same split in a forked process.
+
+    Raises:
+        RuntimeError: a variant cannot be recorded; contains the traceback.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_record_and_send, args=(cell, split, variants, sender))
+    process.start()
+    sender.close()
+    try:
+        recorded = receiver.recv()
+    except EOFError:
+        recorded = "the recording process was killed"
+    finally:
+        process.join()
+    if isinstance(recorded, str):
+        raise RuntimeError(f"{cell.model} on {cell.machine.name}, split {split}: {recorded}")
+    return recorded
+
+
+def _record_and_send(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant], sender: Connection) -> None:
+    try:
+        sender.send(_record(cell, split, variants))
+    except BaseException:
+        sender.send(traceback.format_exc())
+
+
+def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
+    from xfuser_cocodiff.engine.codec import triton_kernels
+
+    activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
+    emulated = device_type.register()
+    _start_xdit(split)
+    with (
+        EmulatedAccelerator(cell.machine.accelerator) as emulator,
+        TritonKernels(emulator, triton_kernels),
+    ):
+        model = full_size.build(cell.model, cell.blocks, emulated)
+        model.workload = cell.workload
+        recorder = Recorder(emulator, model, cell)
+        return RecordedSplit({variant.name: recorder.record(variant) for variant in variants}, model.counts)
+
+
+def _start_xdit(split: UlyssesRingSplit) -> None:
+    """Start xDiT on rank 0 of a group whose collectives return at once."""
+    ranks = split.ulysses * split.ring
+    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    dist.init_process_group(device_type.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
+    new_group = dist.new_group
+
+    def of_this_backend(members: Any = None, *_: Any, **__: Any) -> dist.ProcessGroup:
+        return new_group(members, backend=device_type.BACKEND)
+
+    dist.new_group = of_this_backend  # xDiT and the plugin also ask for gloo, which would wait for other processes
+    failure_detection.start_heartbeat = lambda: None  # there is no other rank to watch
+    bare_runtime.start(ring=split.ring)
+
+
+class Recorder:
+    """Records variants of one cell in one split.
+
+    Args:
+        emulator: emulated accelerator.
+        transformer: model on it.
+        cell: the cell.
+    """
+
+    def __init__(self, emulator: EmulatedAccelerator, transformer: FullSizeTransformer, cell: Cell) -> None:
+        self._device, self._transformer, self._cell = emulator, transformer, cell
+        for kind, blocks in transformer.blocks.items():
+            for index, block in enumerate(blocks):
+                block.register_forward_pre_hook(self._mark(f"{kind} {index} begin"))
+                block.register_forward_hook(self._mark(f"{kind} {index} end"))
+
+    def _mark(self, name: str) -> Callable[..., None]:
+        def mark(*_: Any) -> None:
+            self._device.mark(name)
+            self._device.sent_tensors = ""  # outside of attention nothing names them
+
+        return mark
+
+    def record(self, variant: Variant) -> Recording:
+        """Return the recorded steps of a variant. All ranks must call this."""
+        return self._record_rule(variant, variant.rule) if variant.rule else self._record_plugin(variant)
+
+    def _record_rule(self, variant: Variant, rule: Rule) -> Recording:
+        bare_runtime.use_session(Session())
+        with rule.running(self._device) as begin_step:
+            program = Program()
+            for _ in range(_WARMUP_STEPS):
+                begin_step()
+                program = self._step()
+        name_by_order(program, variant.split.ulysses > 1)
+        return Recording({"step": program}, {"step": 1.0})
+
+    def _record_plugin(self, variant: Variant) -> Recording:
+        session = self._new_session(variant)
+        with _in_use(session):
+            if session.runtime is None:
+                return self._record_lossless(session)
+            return self._record_lossy(session)
+
+    def _record_lossless(self, session: Session) -> Recording:
+        for _ in range(_WARMUP_STEPS):
+            self._step(session)
+        recording = Recording({"step": self._step(session)}, {"step": 1.0})
+        self._record_alternatives(recording, session, "step", partial(self._step, session))
+        return recording
+
+    def _record_lossy(self, session: Session) -> Recording:
+        assert session.runtime
+        schedule, total = session.runtime.schedule, assumed_change.STEPS
+        coded = [step for step in range(total) if not schedule.is_keyframe_step(step)]
+        bits = assumed_change.bits_of(schedule, total)
+        session.runs.begin(total)
+        session.runtime.fixed_bits = bits  # recorded values have no errors to choose by
+        for step in range(max(_WARMUP_STEPS, coded[0] + 2)):
+            self._step(session, step)
+        recording = Recording()
+        chosen = sorted({coded[round(position * (len(coded) - 1))] for position in _POSITIONS})
+        if bits:
+            chosen = [bits.index(each, coded[0]) for each in dict.fromkeys(bits[coded[0] :])]
+        share = {step: bits[coded[0] :].count(bits[step]) if bits else 1 for step in chosen}
+        programs = {step: self._step(session, step) for step in chosen}
+        sizes = {step: tuple(each.sent for each in program.collectives) for step, program in programs.items()}
+        for size in dict.fromkeys(sizes.values()):
+            steps = [step for step in chosen if sizes[step] == size]
+            name = f"step {steps[0]}"
+            recording.programs[name] = programs[steps[0]]
+            recording.weights[name] = sum(share[step] for step in steps) / sum(share.values()) * len(coded) / total
+            self._record_alternatives(recording, session, name, partial(self._step, session, steps[0]))
+        session.runs.begin(total)
+        recording.programs[KEYFRAME] = self._step(session, 0)
+        recording.weights[KEYFRAME] = 1 - len(coded) / total
+        return recording
+
+    def _record_alternatives(
+        self, recording: Recording, session: Session, name: str, step: Callable[[], Program]
+    ) -> None:
+        """Record a step by each other candidate that autotuning would compare with the plugin's schedule."""
+        candidates = [each.candidates for each in session.layers.signatures if each.candidates]
+        undecided = [each for each in candidates if each.chosen is None]
+        for index in overlap_schedule.distinct_candidates(undecided)[1:]:
+            for each in undecided:
+                each.candidate = index
+            step()  # V of the first block was still sent by the other schedule
+            alternative = f"{name}, {undecided[0].at(index)}"
+            recording.programs[alternative] = step()
+            recording.alternatives.setdefault(name, []).append(alternative)
+        for each in undecided:
+            each.candidate = overlap_schedule.PLUGIN
+        if undecided:
+            step()
+
+    def _step(self, session: Session | None = None, step: int | None = None) -> Program:
+        """Run a step and return its program."""
+        if session is not None and session.runtime is not None and step is not None:
+            session.runtime.step = step
+        if session is not None:
+            session.traffic.reset()
+        self._device.begin_step()
+        with torch.inference_mode(), name_by_label(self._device):
+            self._transformer.call(self._cell.resolution, self._cell.batch)
+        if session is not None:
+            session.runs.end_step()
+        return self._device.end_step()
+
+    def _new_session(self, variant: Variant) -> Session:
+        session = modes.new_session(variant.mode, self._cell.profile, variant.split, device_type.DEVICE_TYPE)
+        session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
+        return session
+
+
+@contextmanager
+def _in_use(session: Session) -> Iterator[None]:
+    """Return a context in which xDiT runs with a session, and after which its hooks are gone."""
+    bare_runtime.use_session(session)
+    try:
+        with independent_heads_and_queries():
+            yield
+    finally:
+        session.close()
+        bare_runtime.use_session(Session())
+
+
+@contextmanager
+def independent_heads_and_queries() -> Iterator[None]:
+    """Return a context in which attention by head groups, and of some queries to gathered K and V, has stock's bits.
+
+    That is so with kernels that compute each head and each block of queries on its own. Tensors without values cannot
+    show it.
+    """
+    with (
+        mock.patch.object(eager_attention, "HeadGroupCheck", _AssumedCheck),
+        mock.patch.object(eager_attention, "compare_gathered", lambda *given: dict.fromkeys(given[-1], True)),
+    ):
+        yield
+
+
+class _AssumedCheck(HeadGroupCheck):
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup
+    ) -> torch.Tensor:
+        return self._attend(query, key, value, ALL_HEADS)
+
+
+@contextmanager
+def name_by_label(clock: Clock) -> Iterator[None]:
+    """Return a context in which the plugin's collectives have the letters of the tensors that they send.
+
+    On an accelerator, all collectives of an operation are started with it.
+    """
+    start = CommStream.start
+
+    def name_and_start(comm_stream: CommStream, label: Label, *arguments: Any, **options: Any) -> Handle[Any]:
+        clock.sent_tensors = label.tensors
+        return start(comm_stream, label, *arguments, **options)
+
+    with mock.patch.object(CommStream, "start", name_and_start):
+        yield
+
+
+def name_by_order(program: Program, has_ulysses: bool) -> None:
+    """Set the letters of the tensors that collectives of stock's schedule send.
+
+    A block sends Q, K and V in one all-to-all or in several, then K and V around a ring, then O in the last all-to-all.
+
+    Args:
+        program: the recorded step.
+        has_ulysses: whether the Ulysses degree is above 1, so that a block begins with an all-to-all.
+    """
+    for name, begin in program.counts.items():
+        if not name.endswith(" begin"):
+            continue
+        end = program.counts[name.removesuffix("begin") + "end"]
+        block = program.collectives[begin.collectives : end.collectives]
+        all_to_alls = [each for each in block if has_ulysses and each.group == block[0].group]
+        for each in block:
+            each.tensors = "kv" if each not in all_to_alls else "o" if each is all_to_alls[-1] else "qkv"

@@ -1,0 +1,132 @@
+"""Rings of other systems: one all-gather of K and V, and CompactFusion's residuals of 2 bits.
+
+Sizes in shapes: R ranks of a ring, B batch, H heads, S sequence, D head dim.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
+
+from benchmarks.accelerator.device import EmulatedAccelerator
+from benchmarks.cluster.coded_ulysses import wait
+
+RESIDUAL_BITS = 2
+
+
+def gathered_attention(
+    group: dist.ProcessGroup,
+    attention: Callable[..., tuple[torch.Tensor, ...]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Compute attention to the K and V of all ranks at once, after one all-gather of both.
+
+    Args:
+        group: ring.
+        attention: xDiT's attention function.
+        query: shape (B, H, S, D).
+        key: K of this rank, shape (B, H, S, D).
+        value: as `key`.
+        options: keyword arguments of the attention function.
+
+    Returns:
+        O, shape (B, H, S, D).
+    """
+    own = torch.stack([key, value])
+    gathered = wait(collectives.all_gather_single(own.flatten(), 0, group)).view(group.size(), *own.shape)
+    key, value = gathered.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # (2, B, H, R, S, D): tokens in the order of ranks
+    if joint := options.get("joint_attn_kwargs"):
+        options = {**options, "joint_attn_kwargs": {**joint, "total_steps": 1}}  # which joins text to the last block
+    return attention(query, key, value, **options)[0]
+
+
+class ResidualRing:
+    """CompactFusion's ring over the layers of a model: K and V of a rank are 2-bit residuals to those of the last step.
+
+    The first step sends K and V as they are. Layers are told apart by the order of their calls in a step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: EmulatedAccelerator) -> None:
+        self._group, self._device = group, device
+        self._bases: dict[tuple[int, int], torch.Tensor] = {}
+        """What receivers hold of K and V, (2, B, H, S, D), by call in a step and by rank."""
+        self._calls = 0
+
+    def begin_step(self) -> None:
+        """Begin a denoising step: the next call is that of the first layer."""
+        self._calls = 0
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[torch.Tensor, ...]],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Compute attention to the K and V of all ranks, each while the next is on its way.
+
+        Partial outputs are merged as in stock's ring attention. See :func:`gathered_attention` for the arguments.
+        """
+        self._calls += 1
+        rank, size = self._group.rank(), self._group.size()
+        is_first_step = (self._calls, rank) not in self._bases
+        merger = _SDPAMerger(convert_to_f32=True, seq_dim=1)
+        message = self._encode((self._calls, rank), torch.stack([key, value]), is_first_step)
+        for step in range(size):
+            if step < size - 1:
+                targets = [(source + 1) % size for source in range(size)]
+                in_flight = collectives.permute_tensor(message.flatten(), targets, self._group)
+            output, lse, *_ = attention(query, key, value, **options)
+            merger.step(output, lse, partial=False)
+            if step < size - 1:
+                message = wait(in_flight)
+                place = self._calls, (rank - step - 1) % size
+                key, value = self._bases[place] = self._decode(place, message, (2, *key.shape), is_first_step)
+        return merger.results()[0]
+
+    def _encode(self, place: tuple[int, int], values: torch.Tensor, is_first_step: bool) -> torch.Tensor:
+        """Return the message of K and V (2, B, H, S, D) of this rank."""
+        if is_first_step:
+            self._bases[place] = values
+            return values
+        base = self._bases[place]
+        scales = _scales(values, base)
+        message_and_base = [(residual_bytes(values.shape),), (values.nbytes,)]
+        message, _ = self._device.run_kernel([values, base, *scales], message_and_base, torch.uint8)
+        return message
+
+    def _decode(
+        self, place: tuple[int, int], message: torch.Tensor, shape: Sequence[int], is_first_step: bool
+    ) -> torch.Tensor:
+        """Return K and V (2, B, H, S, D) of another rank from its message."""
+        if is_first_step:
+            return message.view(shape)
+        base = self._bases[place]
+        [decoded] = self._device.run_kernel([message, base], [shape], base.dtype)
+        return decoded
+
+
+def residual_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of K and V (2, B, H, S, D) as residuals of 2 bits, with scales of channels and tokens."""
+    pair, batch, heads, tokens, dim = shape
+    return math.prod(shape) * RESIDUAL_BITS // 8 + 2 * pair * (heads * dim + batch * tokens)
+
+
+def _scales(values: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return CompactFusion's scales of channels (2, 1, H, 1, D) and of tokens (2, B, 1, S, 1).
+
+    Its `int2_quant_fastpath` computes them by PyTorch operators, before its kernel.
+    """
+    magnitude = (values - base).abs()
+    channel_scale = magnitude.mean((1, 3), keepdim=True)
+    token_scale = magnitude.mean((2, 4), keepdim=True)
+    mean = token_scale.mean((1, 2, 3, 4), keepdim=True)
+    return channel_scale, token_scale / (mean + 1e-6)

@@ -1,0 +1,159 @@
+"""Baselines of the benchmark: each is a rule of another system, which replaces stock's collectives inside USP.
+
+Attention itself runs in the dtype of the model for all of them: rules change what is sent, and what is computed to send
+it, in bytes and kernels. Where a system can be set in several ways, its fastest is taken: scales travel in the message
+of their values, and each conversion is one kernel that also changes the layout.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.accelerator.device import EmulatedAccelerator
+from benchmarks.cluster.coded_ulysses import CodedUlysses, UlyssesCodes
+from benchmarks.cluster.ring_rules import ResidualRing, gathered_attention
+from xfuser_cocodiff.lab.comparison.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
+from xfuser_cocodiff.lab.launching.replaced_collectives import (
+    Collectives,
+    replace_collectives,
+    ring_group,
+    ulysses_group,
+)
+
+AS_IT_IS, GATHER, RESIDUALS = "", "gather", "residuals"
+"""What happens to K and V in a ring: stock's ring, one all-gather, or CompactFusion's residuals."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule of another system. Bytes do not depend on the machine: a transport moves what the rule hands to it."""
+
+    name: str
+    system: str
+    """System that has the rule, as in "rule of ..."."""
+    source: str
+    """Version or commit and file of the rule, or its pull request."""
+    ulysses: UlyssesCodes | None = None
+    """How Q, K, V and O are sent in Ulysses groups; None for stock's all-to-alls."""
+    ring: str = AS_IT_IS
+    """What happens to K and V in a ring."""
+    combined: bool | None = None
+    """Whether stock sends Q, K and V in one message; None leaves it to the model."""
+    plugin_variant: str | None = None
+    """Variant of the plugin that is the rule; nothing is replaced then."""
+
+    @property
+    def text(self) -> str:
+        """Name for tables."""
+        return f"rule of {self.system}"
+
+    @property
+    def needs_ring(self) -> bool:
+        """Whether it needs a ring degree above 1: Ulysses within nodes, the ring across."""
+        return self.ring != AS_IT_IS
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether K, V, Q and O arrive as they were sent."""
+        return not (self.ulysses and self.ulysses.codes) and self.ring != RESIDUALS
+
+    @contextmanager
+    def running(self, device: EmulatedAccelerator) -> Iterator[Callable[[], None]]:
+        """Return a context in which xDiT runs by this rule; its value is to be called before each denoising step.
+
+        The plugin's session must be inactive, and xDiT's process groups must exist.
+
+        Args:
+            device: runs the rule's kernels.
+        """
+        replaced: dict[str, Any] = {} if self.combined is None else {"combined": self.combined}
+        begin_step = _no_state
+        if self.ulysses:
+            ulysses = CodedUlysses(self.ulysses, ulysses_group(), device)
+            replaced |= {"exchange_inputs": ulysses.exchange_inputs, "exchange_output": ulysses.exchange_output}
+        if self.ring == GATHER:
+            replaced["ring_attention"] = partial(gathered_attention, ring_group())
+        if self.ring == RESIDUALS:
+            ring = ResidualRing(ring_group(), device)
+            replaced["ring_attention"], begin_step = ring.attend, ring.begin_step
+        with replace_collectives(Collectives(**replaced)):
+            yield begin_step
+
+
+def _no_state() -> None:
+    """Begin a step of a rule without state."""
+
+
+_KV_ALL_GATHER = "SGLang and vLLM-Omni: one K/V all-gather in place of the ring"
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("stock", "stock xDiT", "xDiT 0.7.0, usp.py"),
+        # FLUX.1, FLUX.2 and Lumina2 set combine_qkv_a2a, other models do not.
+        Rule(
+            "stock-combined",
+            "stock xDiT, Q, K and V in one message",
+            "xDiT 0.7.0, usp.py",
+            combined=True,
+        ),
+        Rule(
+            "stock-separate",
+            "stock xDiT, Q, K and V in three messages",
+            "xDiT 0.7.0, usp.py",
+            combined=False,
+        ),
+        # One message after another; scales are fixed or calibrated before, and not sent. xDiT hands FP8 values to the
+        # attention kernels of AITER (AMD only), which is not done here.
+        Rule(
+            "fp8",
+            "xDiT's --use_fp8_comms",
+            "xDiT 0.7.0, core/distributed/fp8_comms.py",
+            UlyssesCodes(dict.fromkeys("qkvo", STATIC_FP8.name), one_message=False, rotates=True),
+        ),
+        # K stays in bf16; all-to-alls are asynchronous.
+        Rule(
+            "fp8-rows",
+            "cache-dit's ulysses_float8",
+            "vipshop/cache-dit@37ef278, src/cache_dit/distributed/core/_distributed_primitives.py, _All2AllComm",
+            UlyssesCodes(
+                {"q": ROW_FP8.name, "v": ROW_FP8.name, "o": ROW_FP8_HALF.name}, one_message=False, overlaps=True
+            ),
+        ),
+        Rule(
+            "fp4",
+            "LightX2V's FP4 communication",
+            "ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917",
+            UlyssesCodes(dict.fromkeys("qkvo", FP4.name)),
+        ),
+        # O stays in bf16. INT8 scales are of rows here; SageAttention2's are of larger groups, 3 % fewer bytes.
+        Rule(
+            "int8",
+            "FlashInfer's INT8 Q and K, FP8 V",
+            "flashinfer-ai/flashinfer#4924, open",
+            UlyssesCodes(
+                {"q": INT8.name, "k": INT8.name, "v": STATIC_FP8.name}, one_message=True, gathers_statistics="kv"
+            ),
+        ),
+        Rule(
+            "kv-gather",
+            _KV_ALL_GATHER,
+            "sgl-project/sglang#32667, vllm-project/vllm-omni#7641",
+            ring=GATHER,
+        ),
+        Rule(
+            "compact-ring",
+            "CompactFusion: 2-bit residuals of K and V in a ring",
+            "Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)",
+            ring=RESIDUALS,
+        ),
+        Rule(
+            "v-first",
+            "cache-dit's ulysses_async: V first",
+            "vipshop/cache-dit@8987d3d, src/cache_dit/distributed/async_ulysses",
+            plugin_variant="exact/flat@v_first=on",
+        ),
+    )
+}
+"""All rules by name."""

@@ -1,0 +1,146 @@
+"""The variants that a cell compares: stock in its splits, the plugin's modes, and rules of other systems."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.cluster.cell import Cell
+from benchmarks.cluster.rules import RULES, Rule
+from benchmarks.modes import parse_mode
+from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
+from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
+from xfuser_cocodiff.lab.simulation.step_time import rank_splits
+from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit
+
+STOCK, BEST_STOCK, DEFAULT = "stock", "best_stock", "default"
+BEST_MODES = {f"best_{mode}": mode for mode in MODES}
+"""Modes of the plugin by the name that stands for the mode in its fastest split."""
+DEFAULT_MODES = (
+    *(BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "best_fast", "paper"),
+    *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
+)
+"""What DEFAULT stands for, as far as it applies to a cell."""
+_STOCK_RULES = ("stock-combined", "stock-separate")
+"""How stock sends Q, K and V; the faster one counts as best stock."""
+_LARGEST_SLOWDOWN = 1.3
+"""Simulated step time over the best one up to which a split of a mode is predicted from recorded steps. The simulator
+is asked to be within 10 %, so that the fastest split is far inside."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the cell."""
+
+    name: str
+    """Name in reports."""
+    split: UlyssesRingSplit
+    rule: Rule | None = None
+    """Rule that replaces stock's collectives; None for the plugin."""
+    mode: str = ""
+    """The plugin's mode in the notation of :mod:`benchmarks.modes`; empty for rules."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is stock xDiT in some split."""
+        return self.rule is not None and self.rule.name in (STOCK, *_STOCK_RULES)
+
+
+def by_split(variants: Sequence[Variant]) -> dict[UlyssesRingSplit, list[Variant]]:
+    """Return variants by their split."""
+    splits: dict[UlyssesRingSplit, list[Variant]] = {}
+    for each in variants:
+        splits.setdefault(each.split, []).append(each)
+    return splits
+
+
+def contenders(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
+    """Return, for each name that stands for the fastest of several variants, their names."""
+    found = {}
+    for name in names:
+        if name == BEST_STOCK:
+            found[name] = [each.name for each in variants if each.is_stock]
+        elif name in BEST_MODES:
+            found[name] = [each.name for each in variants if each.mode == BEST_MODES[name]]
+    return found
+
+
+def expand(cell: Cell, names: Sequence[str]) -> list[str]:
+    """Return names of variants, with DEFAULT replaced by those that it stands for in a cell."""
+    return list(dict.fromkeys(each for name in names for each in (_applicable(cell) if name == DEFAULT else [name])))
+
+
+def _applicable(cell: Cell) -> list[str]:
+    """Return the default variants that differ from others in this cell.
+
+    Lossy modes appear with the slow axes that are the default, if there are any, and with those of the machine.
+    """
+    sizes, by_default = {axis.name: axis.size for axis in cell.topology.axes}, cell.profile.slow_axes
+    slow_axes = [axis for axis in cell.machine.slow_axes if sizes.get(axis, 1) > 1]
+    names = []
+    for name in DEFAULT_MODES:
+        mode = BEST_MODES.get(name, name)
+        is_lossy = mode in MODES and mode != EXACT
+        if (by_default or not is_lossy) and not (name in RULES and RULES[name].needs_ring and cell.nodes == 1):
+            names.append(name)
+        if is_lossy and name == mode and slow_axes and {*slow_axes} != {*by_default}:
+            names.append(f"{name}@slow_axes={';'.join(slow_axes)}")
+    return names
+
+
+def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
+    """Return variants by name, after stock's flat Ulysses where the model's heads allow it.
+
+    Args:
+        cell: the cell.
+        names: `best_stock` for all splits of stock, names of rules, or modes of the plugin such as 'balanced' or
+            'exact/flat@v_first=on'. Rules and modes run in flat Ulysses where the heads allow it, else in the fastest
+            split by the simulator. `best_exact` and so on stand for all other splits that may be the fastest of a mode,
+            also those with zero-padded heads.
+
+    Raises:
+        ValueError: an unknown rule or mode, or a rule whose ring this cell does not have.
+    """
+    ranks, heads = cell.topology.size, cell.workload.heads
+    flat, has_flat = UlyssesRingSplit(ranks, 1), heads % ranks == 0
+    variants = [Variant(STOCK, flat, RULES[STOCK])] if has_flat else []
+    for name in dict.fromkeys(names):
+        if name == BEST_STOCK:
+            variants += [
+                Variant(f"{rule} {degree}x{ranks // degree}", UlyssesRingSplit(degree, ranks // degree), RULES[rule])
+                for degree in ulysses_degrees(heads, ranks)
+                for rule in _STOCK_RULES
+            ]
+        elif name in BEST_MODES:
+            variants += _other_splits(cell, BEST_MODES[name], flat if has_flat else _fastest(cell, BEST_MODES[name]))
+        elif name in RULES and name != STOCK:
+            variants.append(_of_rule(cell, RULES[name], flat if has_flat else _fastest(cell, STOCK)))
+        elif name != STOCK:
+            mode = name.partition("@")[0].partition("/")[0]
+            if mode not in MODES:
+                valid = ", ".join((DEFAULT, BEST_STOCK, *BEST_MODES, *RULES, *MODES))
+                raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
+            parse_mode(name, cell.topology, flat)
+            variants.append(Variant(name, flat if has_flat else _fastest(cell, mode), mode=name))
+    return variants
+
+
+def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:
+    if rule.plugin_variant:
+        return Variant(rule.name, split, mode=rule.plugin_variant)
+    if rule.needs_ring and cell.nodes == 1:
+        raise ValueError(f"--modes {rule.name!r} needs several nodes, for a ring across them")
+    within = cell.machine.ranks_per_node
+    has_heads = cell.workload.heads % within == 0
+    return Variant(rule.name, UlyssesRingSplit(within, cell.nodes) if rule.needs_ring and has_heads else split, rule)
+
+
+def _fastest(cell: Cell, mode: str) -> UlyssesRingSplit:
+    """Return the fastest split of a mode by the simulator, of those without zero-padded heads and in xDiT's order."""
+    splits = [each.split for each in rank_splits(cell.scenario, mode)]
+    return next(split for split in splits if cell.workload.heads % split.ulysses == 0 and split.placement == OUTER)
+
+
+def _other_splits(cell: Cell, mode: str, usual: UlyssesRingSplit) -> list[Variant]:
+    """Return a mode in the splits that may be faster than the usual one, by the simulator."""
+    ranked = [each for each in rank_splits(cell.scenario, mode) if each.split.placement == OUTER]
+    near = [each.split for each in ranked if each.cost <= _LARGEST_SLOWDOWN * ranked[0].cost]
+    return [Variant(f"{mode} {each.ulysses}x{each.ring}", each, mode=mode) for each in near if each != usual]

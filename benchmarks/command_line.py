@@ -1,0 +1,52 @@
+"""The command line that benchmarks have in common."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from xfuser_cocodiff.cli.output import fail
+
+
+def new_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, given its module."""
+    return argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the file of the record."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
+
+
+def at_least(lowest: float, kind: type = int) -> Callable[[str], float]:
+    """Return the type of an option whose value is a finite number from `lowest` on."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not lowest <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not valid; valid are numbers from {lowest:g}")
+        return value
+
+    return parse
+
+
+def run(
+    parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
+) -> int:
+    """Parse a command line, do the work, and return its exit status: 2 if it raises ValueError.
+
+    Arguments after -- are xDiT's, `xdit_arguments`.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    separator = argv.index("--") if "--" in argv else len(argv)
+    options = parser.parse_args(argv[:separator])
+    options.xdit_arguments = argv[separator + 1 :]
+    options.command = shlex.join([*parser.prog.split(), *argv])
+    try:
+        return work(options)
+    except ValueError as error:
+        return fail(str(error))

@@ -1,0 +1,193 @@
+"""Facts about one rank: versions, checks of the kernels, and times of kernels and layers."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import kernels as bench
+from benchmarks.one_gpu.measuring import NotAvailableError, Setting
+from benchmarks.one_gpu.runner import Row
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.compression import codec_check
+from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+
+CASES = (("flux.1-dev", 1024, 8), ("qwen-image", 2304, 8))
+"""Models, image sizes and degrees: about 7 and 33 MB of memory traffic for each kernel."""
+TOY_CASES = (("flux.1-dev", 64, 24),)
+BITS, KERNELS = (2, 1.6), ("encode", "decode")
+REPEATS, LAYER_CALLS = 5, 20
+_CACHES, _MAX_BUFFERS = 4, 64
+"""Size of all buffers of a graph over that of the L2 cache, and most of them."""
+_METRICS = (
+    *("launch__registers_per_thread", "sm__warps_active.avg.pct_of_peak_sustained_active"),
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    *(f"l1tex__t_requests_pipe_lsu_mem_local_op_{kind}.sum" for kind in ("ld", "st")),
+)
+"""Metrics of ncu: registers, occupancy, memory bandwidth, and accesses of local memory, which are spilled registers."""
+
+
+def versions(setting: Setting) -> Iterator[Row]:
+    """Yield what `cocodiff env` knows of the machine."""
+    file = setting.folder / "env.json"
+    done = subprocess.run([sys.executable, "-m", "xfuser_cocodiff.cli", "env", "--json", str(file)])
+    yield {"env_status": done.returncode, "env": json.loads(file.read_text())}
+
+
+def self_check(setting: Setting, mode: str) -> Iterator[Row]:
+    """Check the kernels of a mode, as the start of a session does, which also compiles them."""
+    backend = kernels.backend_for(setting.device)
+    started = time.perf_counter()
+    failure = codec_check.failure(backend, mode, None, setting.device, tokens=setting.pick(512, 16))
+    yield {"mode": mode, "kernels": backend, "failure": failure, "check_seconds": time.perf_counter() - started}
+    if failure:
+        raise RuntimeError(failure)
+
+
+def sanitize(setting: Setting, tool: str) -> Iterator[Row]:
+    """Encode and decode three tensors under a tool of compute-sanitizer, without PyTorch's pools of memory."""
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    output = _run(["compute-sanitizer", "--tool", tool], tokens=512, heads=4)
+    summaries = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line]
+    yield {"tool": tool, "summary": summaries}
+    if not summaries or not all("SUMMARY: 0 " in line for line in summaries):
+        raise RuntimeError(output)
+
+
+def profile(setting: Setting) -> Iterator[Row]:
+    """Yield what Nsight Compute measures of encode and decode of three tensors of FLUX.1-dev at 1024 pixels."""
+    command = ["ncu", "--clock-control", "none", "--csv", "--kernel-name", "regex:(encode|decode)_kernel"]
+    output = _run([*command, "--metrics", ",".join(_METRICS)], tokens=4608, heads=24)
+    table = [line for line in output.splitlines() if line.startswith('"')]
+    for row in csv.DictReader(table):
+        yield {name: row[name] for name in ("ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value")}
+    if not table:
+        raise RuntimeError(output)
+
+
+def _run(tool: Sequence[str], tokens: int, heads: int) -> str:
+    """Encode and decode three tensors under a tool of the CUDA toolkit, and return its output.
+
+    Raises:
+        NotAvailableError: it is not installed.
+    """
+    if shutil.which(tool[0]) is None:
+        raise NotAvailableError(f"{tool[0]} is not on PATH; it is part of the CUDA toolkit")
+    command = [*tool, sys.executable, "-m", f"{__package__}.three_tensors", str(tokens), str(heads)]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+
+
+def kernel_times(setting: Setting) -> Iterator[Row]:
+    """Yield the times of encode and decode: on the device with cold caches, and on the host."""
+    for name, resolution, degree in setting.pick(CASES, TOY_CASES):
+        for bits in BITS:
+            timed = bench.kernel_calls(WORKLOADS[name], resolution, degree, setting.device, bits)
+            nbytes = {work.name: work.nbytes for work in timed}
+            cold = _CACHES * torch.cuda.get_device_properties(0).L2_cache_size
+            buffers = min(_MAX_BUFFERS, math.ceil(cold / nbytes["encode"]))
+            for _ in range(1, buffers):
+                timed += bench.kernel_calls(WORKLOADS[name], resolution, degree, setting.device, bits)
+            copies = [bench.copy_of(nbytes["encode"], setting.device).call for _ in range(buffers)]
+            copy_rate = nbytes["encode"] / _device_seconds(copies)
+            for kernel in KERNELS:
+                calls = [work.call for work in timed if work.name == kernel]
+                seconds = _device_seconds(calls)
+                yield {
+                    **{"model": name, "resolution": resolution, "bits": bits, "kernel": kernel},
+                    **{"bytes": nbytes[kernel], "buffers": buffers, "device_seconds": seconds},
+                    **{"ratio_to_copy": nbytes[kernel] / seconds / copy_rate, **call_seconds(calls)},
+                }
+
+
+def _device_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the device time of a call, in a graph of all of them, whose launches take no host time."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()  # compiles kernels, and creates what is kept for the stream
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    seconds = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return median(seconds)
+
+
+def call_seconds(calls: Sequence[Callable[[], object]]) -> Row:
+    """Return the time of a call on the host, which finds the device idle before the first one, and until the device has
+    ended the last one."""
+    queued, ended = [], []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        queued.append((time.perf_counter() - started) / len(calls))
+        torch.cuda.synchronize()
+        ended.append((time.perf_counter() - started) / len(calls))
+    return {"host_seconds": median(queued), "total_seconds": median(ended)}
+
+
+def layers(setting: Setting) -> Iterator[Row]:
+    """Yield the host time of a layer's all-to-alls in stock and in each mode, without communication, and where the host
+    waits in them for the device. Trace one layer of `balanced`."""
+    name, resolution, degree = setting.pick(CASES, TOY_CASES)[0]
+    workload = WORKLOADS[name]
+    works = {work.name: work.call for work in bench.layer_calls(workload, resolution, degree, setting.device)}
+    del works["layer"]
+    _start_alone(degree)
+    stock = bare_runtime.stock_all_to_all()
+    shape = 1, workload.heads, workload.tokens(resolution) // degree, workload.head_dim
+    tensors = [torch.randn(shape, device=setting.device).bfloat16() for _ in "qkvo"]
+    works = {"stock": lambda: [stock(tensor) for tensor in tensors], **works}
+    calls = setting.pick(LAYER_CALLS, 1)
+    with bare_runtime.without_communication():
+        for mode, call in works.items():
+            call()
+            yield {"model": name, "mode": mode, **call_seconds([call] * calls), "host_waits": _host_waits(call)}
+    file = setting.folder / "layer.trace.json.gz"
+    with torch.profiler.profile() as profiler:
+        works["balanced"]()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(file))
+    yield {"trace": file.name}
+
+
+def _start_alone(ranks: int) -> None:
+    """Start xDiT on one of some ranks, whose collectives return at once."""
+    os.environ["WORLD_SIZE"], new_group = str(ranks), dist.new_group
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    with mock.patch.object(dist, "new_group", lambda members=None, *_, **__: new_group(members, backend="fake")):
+        bare_runtime.start()
+
+
+def _host_waits(call: Callable[[], object]) -> list[str]:
+    """Return the places in a call where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    torch.cuda.set_sync_debug_mode("default")
+    return [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]

@@ -1,0 +1,178 @@
+"""Facts about ranks: one over NCCL, several that share the GPU over gloo, and compiled graphs."""
+
+import functools
+import logging.handlers
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import modes as bench_modes
+from benchmarks import transformer
+from benchmarks.one_gpu.kernel_facts import call_seconds
+from benchmarks.one_gpu.measuring import Setting
+from benchmarks.one_gpu.runner import Row
+from benchmarks.transformer import Shape, Step
+from xfuser_cocodiff.engine.comm import groups
+from xfuser_cocodiff.engine.comm.deadline import Deadline
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.probing import machine_profile
+from xfuser_cocodiff.xdit.platforms.platform import compute_device
+from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
+
+FULL_WIDTH = {"width": 24 * 128, "tokens": 64 * 64, "heads": 24}
+"""FLUX.1-dev at 1024 pixels."""
+TOY = {"width": 64, "tokens": 16, "heads": 4}
+STOCK = "stock"
+FLAT, V_FIRST = "exact/flat@v_first=off", "exact/hierarchical@v_first=on"
+CODED = "balanced@slow_axes=node"
+MAX_ERROR = 0.3
+"""Largest relative error of a lossy step, far above what the mode has."""
+MAX_TUNED_STEPS = 40
+"""Steps after which tuning must be over."""
+_BUSY_CYCLES = 4_000_000_000
+"""Cycles for which the device is busy: about two seconds."""
+_TIMEOUT_SECONDS = 0.8
+"""Timeout of which the deadline is half."""
+
+
+def nccl(setting: Setting) -> Iterator[Row]:
+    """Run what the plugin asks of NCCL on one rank: groups, streams, collectives, deadlines, and the error of a group
+    that has been aborted."""
+    group, device, topology = bare_runtime.start(), compute_device(), Topology.flat(1)
+    mesh = Mesh.over(group, topology, timeout=timedelta(minutes=2), device=device)
+    created = mesh.stages.groups[Plan.flat(topology).stages[0]]
+    known = {"part": "group", "backend": dist.get_backend(created), "is_of_its_own": created is not group}
+    known["has_high_priority"] = getattr(created._get_backend(device).options, "is_high_priority_stream", None)
+    yield {**known, "timeout_seconds": groups.timeout_of(created, device).total_seconds()}
+    block = torch.randn(2**20, device=device)
+    plan, gather_plan = Plan.flat(topology), Plan.hierarchical_gather(topology)
+    yield _beside_computation(mesh, "all-to-all", lambda: mesh.all_to_all(block.view(*plan.shape, -1), plan), block)
+    yield _beside_computation(mesh, "all-gather", lambda: mesh.all_gather(block, gather_plan), block)
+    logged = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("xfuser_cocodiff").addHandler(logged)
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(_BUSY_CYCLES)
+    busy.record()
+    Deadline([dist.get_rank()], "a deadline", _TIMEOUT_SECONDS).end = busy
+    torch.cuda.synchronize()
+    yield {"part": "deadline", "logged": [record.getMessage() for record in logged.buffer]}
+    raised = ""
+    try:
+        created.abort()
+        mesh.all_to_all(block.view(*plan.shape, -1), plan)
+    except Exception as error:  # whether and which, depends on NCCL's version
+        raised = f"{type(error).__name__}: {error}"
+    yield {"part": "aborted group", "raised": raised}
+
+
+def _beside_computation(mesh: Mesh, name: str, collective: Callable[[], torch.Tensor], block: torch.Tensor) -> Row:
+    """Run a collective on the comm stream while the caller's stream is busy."""
+    arrived, computed = torch.cuda.Event(), torch.cuda.Event()
+
+    def work() -> torch.Tensor:
+        received = collective()
+        arrived.record()
+        return received
+
+    mesh.start(Label(name), collective, lambda received: received).wait()  # creates the communicator
+    torch.cuda.synchronize()
+    handle = mesh.start(Label(name), work, lambda received: received)
+    torch.cuda._sleep(_BUSY_CYCLES // 40)
+    computed.record()
+    time.sleep(0.02)
+    is_beside = arrived.query() and not computed.query()
+    return {"part": name, "is_beside_computation": is_beside, "is_equal": torch.equal(handle.wait().flatten(), block)}
+
+
+def two_ranks(setting: Setting) -> Iterator[Row]:
+    """Compare two blocks of a FLUX transformer with stock's: two lossless modes, then four steps of `balanced`."""
+    step, sessions = _sessions(setting, 2, (FLAT, V_FIRST, CODED))
+    yield from _compared(step, sessions, total=50, steps=4)
+
+
+def flux(setting: Setting) -> Iterator[Row]:
+    """Compare a run of 2 double and 4 single blocks with stock's: equality, change per step, error by layer."""
+    step, sessions = _sessions(setting, 6, (V_FIRST, CODED))
+    yield from _compared(step, sessions, total=8, steps=8)
+
+
+def compiled(setting: Setting) -> Iterator[Row]:
+    """Compare a compiled transformer with the plugin to one with stock: equality, graph breaks, times."""
+    options = setting.pick({}, {"backend": "eager"})
+    step, sessions = _sessions(setting, 3, (V_FIRST,), lambda model: torch.compile(model, **options))
+    expected = None
+    for name, session in sessions.items():
+        torch._dynamo.utils.counters.clear()
+        session.runs.begin(MAX_TUNED_STEPS)  # schedules are tuned in runs only
+        for _ in range(MAX_TUNED_STEPS):
+            output = _output(step, session, 0.5)
+            if session.is_tuned:
+                break
+        expected = output if expected is None else expected
+        row: Row = {"mode": name, "is_equal": torch.equal(output, expected)}
+        row |= {kind: dict(torch._dynamo.utils.counters[kind]) for kind in ("stats", "graph_break")}
+        yield row | call_seconds([functools.partial(_output, step, session, 0.5)])
+        if not row["is_equal"]:
+            raise RuntimeError(f"{name}: not bit-identical to stock")
+
+
+def _sessions(
+    setting: Setting, depth: int, modes: tuple[str, ...], compile_with: Callable | None = None
+) -> tuple[Step, dict[str, Session]]:
+    """Return a step of a FLUX transformer, and the sessions of stock and of some modes."""
+    group, device = bare_runtime.start(), compute_device()
+    topology, split = Topology.named(node=group.size()), UlyssesRingSplit(group.size(), 1)
+    shape = Shape(depth=depth, **setting.pick(FULL_WIDTH, TOY))
+    step = transformer.step(shape, compile_with, device, torch.bfloat16)
+    profile = machine_profile.measure(Mesh.over(group, topology, device=device), device)
+    sessions = {mode: bench_modes.new_session(mode, profile, split, device.type) for mode in modes}
+    return step, {STOCK: Session(), **sessions}
+
+
+def _compared(step: Step, sessions: dict[str, Session], total: int, steps: int) -> Iterator[Row]:
+    """Yield the results of the first steps of a run of `total` steps in each mode, and raise if one is wrong."""
+    earlier, wrong = None, set()
+    for number in range(steps):
+        outputs = {}
+        for name, session in sessions.items():
+            if number == 0:
+                session.runs.begin(total)
+            if session.runtime:
+                session.runtime.step = number
+            outputs[name] = _output(step, session, number / total)
+        expected = outputs.pop(STOCK)
+        yield {"step": number, "mode": STOCK, "change": None if earlier is None else _relative(expected, earlier)}
+        for name, output in outputs.items():
+            row: Row = {"step": number, "mode": name, "is_equal": torch.equal(output, expected)}
+            row["error"] = _relative(output, expected)
+            if runtime := sessions[name].runtime:
+                report = runtime.reports[-1]
+                row |= {"is_keyframe": report.was_keyframe, "error_by_layer": report.errors}
+                row |= {"sent_bytes": report.sent_bytes, "exact_bytes": report.exact_bytes}
+            if not (row["error"] < MAX_ERROR if runtime else row["is_equal"]):
+                wrong.add(name)
+            yield row
+        earlier = expected
+    if wrong:
+        raise RuntimeError(f"wrong results of {', '.join(sorted(wrong))}")
+
+
+def _output(step: Step, session: Session, position: float) -> torch.Tensor:
+    """Return the output of a step with a session, at a position of its run."""
+    bare_runtime.use_session(session)
+    output = step(position)
+    session.runs.end_step()
+    return output
+
+
+def _relative(values: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the distance of values relative to their size."""
+    return ((values.float() - expected.float()).norm() / expected.float().norm()).item()

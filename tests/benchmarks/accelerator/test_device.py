@@ -1,0 +1,235 @@
+"""Tests of the emulated device: what collectives record, and when the host waits for it. Times are computed by hand."""
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from benchmarks.accelerator.streams import Event
+from tests import ranks
+from tests.benchmarks.accelerator.emulated import CALL, COLLECTIVE, LAUNCH, ROUND, SHORTEST, accelerator
+
+if TYPE_CHECKING:
+    from benchmarks.accelerator.device import EmulatedAccelerator
+
+HOST, DEVICE = 1.0, 100.0
+"""Ends of a collective in these tests, after 100 s, and of the kernel before the host's waits."""
+
+
+def kernel(emulator: "EmulatedAccelerator", seconds: float = DEVICE) -> torch.Tensor:
+    """Run a pointwise kernel of some duration and return its result."""
+    return torch.empty(round(seconds * ROUND.bytes_per_second / 8), device=emulator.device) * 2.0
+
+
+def sizes(rank: int) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], bool]]]:
+    """Return bytes sent, bytes received, and whether it is an all-gather, of each collective of each case."""
+    with accelerator(4) as emulator:
+        given = torch.empty(8, 5, dtype=torch.bfloat16, device=emulator.device)
+        received = torch.empty_like(given)
+        group = dist.group.WORLD
+        gathered = torch.empty(32, 5, dtype=torch.bfloat16, device=emulator.device)
+        cases: dict[str, Callable[[], Any]] = {
+            "all-to-all": lambda: dist.all_to_all_single(received, given),
+            "async": lambda: dist.all_to_all_single(received, given, async_op=True).wait(),
+            "splits": lambda: dist.all_to_all_single(received, given, [2, 1, 1, 4], [1, 0, 5, 2]),
+            "all-gather": lambda: dist.all_gather_into_tensor(gathered, given),
+            "functional": lambda: functional.all_to_all_single(given, None, None, group) + 1,
+            "functional splits": lambda: functional.all_to_all_single(given, [2, 1, 1, 4], [1, 0, 5, 2], group) + 1,
+            "functional all-gather": lambda: functional.all_gather_tensor(given, 0, group) + 1,
+            "permutation": lambda: functional.permute_tensor(given.flatten(), [1, 2, 3, 0], group) + 1,
+            "ring by all-gather": lambda: ring(emulator, group, "allgather"),
+            "ring": lambda: ring(emulator, group, "alltoall"),
+        }
+        recorded = {}
+        for name, case in cases.items():
+            emulator.begin_step()
+            case()
+            recorded[name] = [(each.sent, each.received, each.is_gather) for each in emulator.end_step().collectives]
+    return recorded
+
+
+def ring(emulator: "EmulatedAccelerator", group: dist.ProcessGroup, method: str) -> None:
+    """Run the ring attention that stock xDiT uses, with one of its ways to rotate K and V."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    _attention._cp_options.enable_load_balance = False
+    _attention.set_rotate_method(method)
+    query = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, device=emulator.device)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    _attention._templated_ring_attention(group, 2, flash, query, query, query)
+
+
+def test_collectives_have_the_bytes_of_each_peer() -> None:
+    [recorded] = ranks.run(sizes, 1)
+    even, split = (20, 20, 20, 20), ((10, 0, 50, 20), (20, 10, 10, 40))
+    key_and_value = 2 * 2 * 16 * 64 * 2
+    assert recorded == {
+        "all-to-all": [(even, even, False)],
+        "async": [(even, even, False)],
+        "splits": [(*split, False)],
+        "all-gather": [((80,) * 4, (80,) * 4, True)],
+        "functional": [(even, even, False)],
+        "functional splits": [(*split, False)],
+        "functional all-gather": [((80,) * 4, (80,) * 4, True)],
+        "permutation": [((0, 80, 0, 0), (0, 0, 0, 80), False)],
+        "ring by all-gather": [((key_and_value,) * 4, (key_and_value,) * 4, True)],
+        "ring": [((0, key_and_value, 0, 0), (0, 0, 0, key_and_value), False)] * 3,
+    }
+
+
+def waits(rank: int) -> dict[str, tuple[float, float]]:
+    """Return when host and device end with and without a wait, if the collective ends after 1000 s."""
+    with accelerator(2) as emulator:
+        cases: dict[str, Callable[[torch.Tensor], Any]] = {
+            "never waited for": lambda given: dist.all_to_all_single(torch.empty_like(given), given, async_op=True),
+            "work": lambda given: dist.all_to_all_single(torch.empty_like(given), given, async_op=True).wait(),
+            "synchronous": lambda given: dist.all_to_all_single(torch.empty_like(given), given),
+            "functional": lambda given: functional.all_to_all_single(given, None, None, dist.group.WORLD) * 2.0,
+            "view": lambda given: functional.all_to_all_single(given, None, None, dist.group.WORLD).view(-1, 2),
+            "used view": lambda given: functional.all_to_all_single(given, None, None, dist.group.WORLD).view(-1) * 2.0,
+        }
+        ends = {}
+        for name, case in cases.items():
+            given = torch.empty(64, device=emulator.device)
+            emulator.begin_step()
+            case(given)
+            [collective] = emulator.program.collectives
+            known = {collective: 1000.0}
+            stream = emulator.streams[-1].tail.resolve(known)
+            ends[name] = stream, emulator.host_time.resolve(known), emulator.end_step().end.resolve(known)
+    return ends
+
+
+def test_a_stream_waits_for_a_collective_when_its_result_is_needed_and_the_step_for_all() -> None:
+    [ends] = ranks.run(waits, 1)
+    for name, (stream, host, step) in ends.items():
+        assert host < HOST, name  # only the device waits
+        assert step == pytest.approx(1000 + (SHORTEST if name in ("functional", "used view") else 0)), name
+        assert (stream >= 1000) == (name not in ("never waited for", "view")), name
+
+
+def blocking(rank: int) -> dict[str, float]:
+    """Return when the host goes on after a call that follows a kernel of 100 s."""
+    with accelerator() as emulator:
+        on_host, pinned = torch.zeros(3), torch.zeros(3)
+        side = torch.Stream(emulator.device)
+
+        def wait_beside(result: torch.Tensor) -> None:
+            with side:
+                result[0].item()
+
+        cases: dict[str, Callable[[torch.Tensor], Any]] = {
+            "nothing": lambda result: result[:3] + 1,
+            "item": lambda result: result[0].item(),
+            "bool": lambda result: bool(result[0]),
+            "equal": lambda result: torch.equal(result, result),
+            "cpu": lambda result: result[:3].cpu(),
+            "copy to host": lambda result: pinned.copy_(result[:3]),
+            "async copy to host": lambda result: pinned.copy_(result[:3], non_blocking=True),
+            "copy from host": lambda result: on_host.to(emulator.device),
+            "async copy from host": lambda result: on_host.to(emulator.device, non_blocking=True),
+            "copy into a tensor": lambda result: result[:3].copy_(on_host),
+            "new tensor": lambda result: torch.tensor([1.0], device=emulator.device),
+            "another stream": wait_beside,
+            "synchronize": lambda result: torch.accelerator.synchronize(),
+            "event": lambda result: emulator.streams[-1].record_event().synchronize(),
+        }
+        ends = {}
+        for name, case in cases.items():
+            emulator.begin_step()
+            case(kernel(emulator))
+            ends[name] = emulator.host_time.floor
+    return ends
+
+
+def test_calls_that_need_values_make_the_host_wait() -> None:
+    [ends] = ranks.run(blocking, 1)
+    free = ("nothing", "async copy to host", "async copy from host", "another stream")
+    for name, end in ends.items():
+        assert (end > DEVICE) == (name not in free), name
+        assert end < DEVICE * 3.1 if name == "equal" else end < DEVICE + HOST, name
+
+
+def synchronized(rank: int) -> float:
+    """Return when the host goes on after it has waited for the device with a kernel in another stream."""
+    with accelerator() as emulator:
+        with torch.Stream(emulator.device):
+            kernel(emulator)
+        torch.accelerator.synchronize()
+        return emulator.host_time.floor
+
+
+def test_the_host_waits_for_all_streams_of_the_device() -> None:
+    [end] = ranks.run(synchronized, 1)
+    assert DEVICE < end < DEVICE + HOST
+
+
+def host_costs(rank: int) -> float:
+    """Return the host time of a collective on a comm stream."""
+    with accelerator(2) as emulator:
+        given, received = (torch.empty(64, device=emulator.device) for _ in range(2))
+        main, side = torch.accelerator.current_stream(), torch.Stream(emulator.device)
+        emulator.begin_step()
+        ready = main.record_event()
+        with side:
+            side.wait_event(ready)
+            dist.all_to_all_single(received, given)
+        main.wait_stream(side)
+        received.add_(1)
+        return emulator.host_time.floor
+
+
+def test_the_host_takes_time_for_launches_collectives_and_events() -> None:
+    [seconds] = ranks.run(host_costs, 1)
+    assert seconds == pytest.approx(LAUNCH + COLLECTIVE + 4 * CALL)
+
+
+def next_step(rank: int) -> tuple[float, int]:
+    """Return the end of a step that waits for a collective and an event of the step before."""
+    with accelerator(2) as emulator:
+        given = torch.empty(64, device=emulator.device)
+        work = dist.all_to_all_single(torch.empty_like(given), given, async_op=True)
+        kernel(emulator)
+        event = emulator.streams[-1].record_event()
+        emulator.begin_step()
+        work.wait()
+        event.wait()
+        end = emulator.end_step().end
+        return end.floor, len(end.offsets)
+
+
+def test_work_of_an_earlier_step_has_ended() -> None:
+    assert ranks.run(next_step, 1) == [(pytest.approx(CALL), 0)]
+
+
+def replaced_objects() -> list[object]:
+    """Return functions and classes of PyTorch that an emulated accelerator replaces, and what PyTorch keeps of them."""
+    with torch.device("meta"):
+        default = torch.tensor(1.0).device
+    owners = (torch, "tensor Stream Event"), (torch.Tensor, "data_ptr record_stream new_tensor")
+    accelerated = (torch.accelerator, "current_stream synchronize"), (torch.nn.functional, "rms_norm")
+    found = [getattr(owner, name) for owner, names in (*owners, *accelerated) for name in names.split()]
+    return [default, hasattr(Event, "host"), *found, torch.nn.functional.scaled_dot_product_attention]
+
+
+def leave(rank: int) -> tuple[bool, bool]:
+    """Return whether nothing of an accelerator stays after its context, and after an error on the way into it."""
+    from benchmarks.accelerator import device
+
+    before = replaced_objects()
+    torch.utils._device._device_constructors.cache_clear()  # as in a process that has not set a device yet
+    with accelerator() as emulator, torch.device("meta"):
+        torch.empty(1)
+    after = replaced_objects()
+    with mock.patch.object(type(emulator._operations), "__enter__", side_effect=OSError), contextlib.suppress(OSError):
+        device.EmulatedAccelerator(ROUND).__enter__()
+    return after == before, replaced_objects() == before
+
+
+def test_an_accelerator_leaves_pytorch_as_it_was() -> None:
+    assert ranks.run(leave, 1) == [(True, True)]

@@ -1,0 +1,188 @@
+"""The command, on steps made by hand: cells, variants, rows and speedups, exposure, and tables of a folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accelerator.program import Program
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster import rows, tables, variants
+from benchmarks.cluster.cell import Cell
+from benchmarks.cluster.recording import KEYFRAME, RecordedSplit, Recording
+from benchmarks.cluster.rows import RecordedVariant
+from benchmarks.cluster.variants import Variant
+from benchmarks.modes import parse_mode
+from tests.benchmarks.cluster.programs import one_block
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.machines import MACHINES
+from xfuser_cocodiff.xdit.session.schedule_tuner import MIN_SAVING
+from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
+
+MS = 1e-3
+CELL = ["--machine", "dgx-h100", "--nodes", "1", "--model", "wan", "--resolution", "480", "--layers", "1"]
+
+
+def cell(
+    machine: str = "aurora", nodes: int = 2, model: str = "flux.1-dev", resolution: int = 768, **more: int
+) -> Cell:
+    return Cell(MACHINES[machine], nodes, model, resolution, **more)
+
+
+def step(variant: Variant) -> Program:
+    """Return a step of one block: stock computes for 4 ms, in fewer ranks of Ulysses for longer, modes for 2 ms."""
+    return one_block(8, 10**5, (4 if variant.is_stock else 2) * MS, 8 * MS / variant.split.ulysses)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let steps be made by hand; return the names of recorded variants."""
+    names: list[str] = []
+
+    def record(used: Cell, split: UlyssesRingSplit, chosen: list[Variant]) -> RecordedSplit:
+        names.extend(each.name for each in chosen)
+        recordings = {each.name: Recording({"step": step(each)}, {"step": 1.0}) for each in chosen}
+        return RecordedSplit(recordings, {"block": 40})
+
+    monkeypatch.setattr(rows, "record_split", record)
+    monkeypatch.setattr(rows.transformer_wrappers, "preload", lambda name: None)
+    monkeypatch.setattr(command, "_silence_libraries", lambda: None)
+    return names
+
+
+def test_a_record_has_speedups_over_stock_and_its_fastest_split(recorded: list[str], tmp_path: Path) -> None:
+    arguments = [*CELL, "--modes", "best_stock", "exact", "--json", str(tmp_path / "cluster-1.json")]
+    assert command.main(arguments) == 0
+    [found] = json.loads((tmp_path / "cluster-1.json").read_text())["cells"]
+    by_mode = {row["mode"]: row for row in found["rows"]}
+    stock, exact, best = (by_mode[name] for name in ("stock", "exact", "best_stock"))
+    # Two calls of 40 blocks of 8 x 1: computation, and 7 messages of 100 kB at 370 GB/s after 18 us and 7 x 0.5 us.
+    message = 18e-6 + 7 * 0.5e-6 + 7e5 / 370e9
+    assert stock["step_seconds"] == [pytest.approx(80 * (5 * MS + message))]
+    assert (stock["compute_seconds"], stock["exposed_seconds"]) == (pytest.approx(0.4), pytest.approx(80 * message))
+    assert stock["bytes_per_link"] == {"gpu": 80 * 7e5} and stock["exchange"] == {"gpu": 80}
+    assert best["variant"] == "stock" and best["split"] == {"ulysses": 8, "ring": 1}
+    speedup = (5 * MS + message) / (3 * MS + message)
+    assert exact["speedup"] == exact["speedup_over_best_stock"] == pytest.approx(speedup)
+    assert {name.split()[-1] for name in recorded if name.startswith("stock-")} == {"1x8", "2x4", "4x2", "8x1"}
+    recorded.clear()
+    assert command.main(arguments) == 0 and not recorded  # the file has this cell
+    assert command.main([*arguments[:-4], "fp4", *arguments[-2:]]) == 0 and "fp4" in recorded
+
+
+def test_exposure_is_printed_by_kind_of_block(recorded: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*CELL, "--exposure"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:5] for line in lines if "block" in line] == [
+        ["stock,", "8", "x", "1", "40"],
+        ["exact,", "8", "x", "1", "40"],
+    ]
+    assert command.main([*CELL, "--exposure", "--modes", "fp4"]) == 2
+    assert "--modes 'fp4' is not valid with --exposure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resolution", "1000"], "--resolution 1000 is not valid; it must be a positive multiple of 16"),
+        (["--text-tokens", "64"], "--text-tokens 64 is not valid: the sequence of wan2.1-14b has no text"),
+        (["--modes", "quick"], "--modes 'quick' is not valid; valid are default, best_stock"),
+        (["--modes", "exact@color=red"], "'color' is not valid after @"),
+        (["--modes", "kv-gather"], "--modes 'kv-gather' needs several nodes"),
+    ],
+)
+def test_errors_name_option_value_and_valid_set(
+    arguments: list[str], message: str, recorded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([*CELL, *arguments]) == 2
+    assert message in capsys.readouterr().err and not recorded
+
+
+@pytest.mark.parametrize("arguments", [["--machine", "frontier"], ["--nodes", "0"], ["--launch-us", "-1"]])
+def test_choices_and_numbers_are_checked(arguments: list[str], recorded: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([*CELL, *arguments])
+
+
+def test_a_size_that_xdit_cannot_run_says_why() -> None:
+    found = rows.predict_cell(cell(resolution=800), ["exact"], print)
+    assert "2500 image tokens are not divisible by 24" in found["problem"] and not found["rows"]
+
+
+def test_text_that_xdit_cannot_shard_is_shortened() -> None:
+    """A user would set --max_sequence_length as xDiT's error says."""
+    assert cell(model="flux.2-dev").workload.text_tokens == 504
+    assert cell(model="flux.2-dev", text_tokens=240).workload.text_tokens == 240
+    assert "500 text tokens are not divisible by 24: xDiT fails" in cell(model="flux.2-dev", text_tokens=500).problem
+
+
+def test_default_variants_are_those_that_apply() -> None:
+    one, two = ({*variants.expand(cell("dgx-h100", nodes), ["default"])} for nodes in (1, 2))
+    assert two - one == {"balanced@slow_axes=node", "fast@slow_axes=node", "paper@slow_axes=node"} | {
+        *("kv-gather", "compact-ring")
+    }  # measured, the axis is not slow
+    assert {"best_stock", "exact", "v-first", "fp8", "fp4", "int8"} <= one
+    assert [each for each in variants.expand(cell(), ["default"]) if each.startswith("balanced")] == ["balanced"]
+
+
+def test_splits_of_modes_and_rules() -> None:
+    sd35 = cell(model="sd3.5-large", resolution=1536)  # 38 heads on 24 ranks
+    usual, *others = variants.parse(sd35, ["exact", "best_exact"])
+    assert 38 % usual.split.ulysses == 0 and any(38 % each.split.ulysses for each in others)  # zero-padded
+    assert all(each.mode == "exact" and each.split != usual.split for each in others)
+    [ring] = variants.parse(sd35, ["kv-gather"])
+    assert 38 % ring.split.ulysses == 0 and ring.split.ring > 1
+    [_, ring] = variants.parse(cell(), ["kv-gather"])
+    assert ring.split == UlyssesRingSplit(12, 2)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "exact"])
+def test_a_semicolon_in_a_plan_stands_for_a_comma(mode: str) -> None:
+    config = parse_mode(f"{mode}/hierarchical:gpu;node=kv", Topology.parse("2x8"), UlyssesRingSplit(16, 1))
+    assert (str(config.plan), config.mode) == ("hierarchical:gpu,node=kv", mode)
+
+
+def test_another_schedule_must_save_enough_and_keyframes_count_by_their_weight() -> None:
+    used = cell("dgx-h100", 1, "hunyuanvideo", 720)
+    for saving, chosen in ((0.9 * MIN_SAVING, "step"), (1.1 * MIN_SAVING, "other")):
+        programs = {
+            name: one_block(8, 0, 0, each) for name, each in (("step", 1), ("other", 1 - saving), (KEYFRAME, 2))
+        }
+        recording = Recording(programs, {"step": 0.75, KEYFRAME: 0.25}, {"step": ["other"]})
+        variant = Variant("balanced", UlyssesRingSplit(8, 1), mode="balanced")
+        found = RecordedVariant(used, variant, recording, {"block": 1})
+        assert found.chosen == {"step": chosen, KEYFRAME: KEYFRAME}
+        taken = 1 - saving if chosen == "other" else 1.0
+        assert found.step_seconds == pytest.approx(0.75 * taken + 0.25 * 2, rel=1e-3)
+        assert not found.row()["lossless"]
+
+
+def table_cell(seconds: dict[str, float], **changed: Any) -> dict[str, Any]:
+    """Return a cell of two nodes of Aurora; half a second of each step is computation."""
+    found = [{"mode": mode, "step_seconds": [each], "compute_seconds": 0.5} for mode, each in seconds.items()]
+    return {
+        **{"machine": "aurora", "nodes": 2, "ranks": 24, "model": "flux.1-dev", "resolution": 1536, "batch": 1},
+        **{"text_tokens": 512, "launch_us": 10.0, "rows": found, **changed},
+    }
+
+
+def test_tables_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"stock": 2.0, "best_stock": 1.6, tables.PARTS["TAPA"]: 1.25, "exact": 0.8, "balanced@slow_axes=gpu": 0.4}
+    old, new = table_cell({**times, "exact": 9.0}), table_cell(times)
+    other = table_cell({"stock": 2.0, "best_stock": 1.6, "exact": 0.2}, resolution=2304)
+    graphs = table_cell({**times, "exact": 0.1}, resolution=768, launch_us=0.0)
+    for name, created, cells in (("b", "2026-01-01", [old]), ("a", "2026-01-02", [new, other, graphs])):
+        (tmp_path / f"cluster-{name}.json").write_text(json.dumps({"created": created, "cells": cells}))
+    assert tables.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| `aurora`, 24 | 2 | 4.00 | - | 4.00(1) | - | - | - | - |" in printed  # means of 2 and 8
+    assert "| FLUX.1, 24 | -/4.00/4.00 | -/1.60/- | - | - | - | -/2.50/10.00 | -/5.00/- |" in printed
+    assert "| mean, 24 | 4.00 | 1.60(1) | - | - | - | 5.00 | 5.00(1) |" in printed
+    assert tables.main([str(tmp_path / "empty")]) == 0
+
+
+def test_a_record_of_another_kind_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster-1.json").write_text("{}")
+    assert tables.main([str(tmp_path)]) == 2
+    assert "what `benchmarks.cluster` wrote" in capsys.readouterr().err

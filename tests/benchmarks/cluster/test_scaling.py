@@ -1,0 +1,72 @@
+"""Steps of all blocks from the recorded ones, against recordings of all blocks."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.accelerator.clock import Clock
+from benchmarks.accelerator.prediction import predict
+from benchmarks.accelerator.program import Program
+from benchmarks.cluster.cell import Cell
+from benchmarks.cluster.scaling import full_step_seconds, full_step_totals, kind_seconds, kind_totals
+from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.lab.simulation.machines import DGX_H100
+
+MS, KIND, COUNT = 1e-3, "block", 40
+HOST_BOUND = Accelerator("host-bound", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=MS, collective_host_seconds=0.0)
+"""An accelerator whose launches take 1 ms."""
+SMALL, LARGE = (0.1 * MS,) * 8, (7 * MS,)
+"""Kernels of a block of 9 launches: the device needs 7.8 ms of the host's 9 ms, most of it after the last launch."""
+
+
+def recorded(blocks: int, message_bytes: int = 0) -> Program:
+    """Return a step of blocks, each with small kernels, an all-to-all, and a large kernel."""
+    clock = Clock(HOST_BOUND)
+    clock.begin_step()
+    for index in range(blocks):
+        clock.mark(f"{KIND} {index} begin")
+        for seconds in SMALL:
+            clock.launch(seconds)
+        clock.wait_for(clock.start_collective(range(8), (message_bytes,) * 8, (message_bytes,) * 8))
+        for seconds in LARGE:
+            clock.launch(seconds)
+        clock.mark(f"{KIND} {index} end")
+    return clock.end_step()
+
+
+def cell(blocks: int) -> Cell:
+    """Return a cell whose step has one call of 40 equal blocks."""
+    machine = replace(DGX_H100, launch_seconds=0.0)
+    return Cell(machine, 1, "hunyuanvideo", 720, blocks=blocks)
+
+
+@pytest.mark.parametrize("message_bytes", [0, 50_000_000, 400_000_000])
+def test_two_blocks_stand_for_a_step_whose_first_block_waits_for_the_host(message_bytes: int) -> None:
+    whole = predict(recorded(COUNT, message_bytes), cell(COUNT)).seconds
+    two = predict(recorded(2, message_bytes), cell(2))
+    assert full_step_seconds(cell(2), {KIND: COUNT}, two) == pytest.approx(whole)
+    assert kind_seconds(cell(2), KIND, COUNT, two) == pytest.approx(whole)
+
+
+def test_one_block_alone_waits_for_the_host_longer_than_others_do() -> None:
+    one = predict(recorded(1), cell(1))
+    assert full_step_seconds(cell(1), {KIND: COUNT}, one) == pytest.approx(COUNT * (9 + 7) * MS)
+    assert predict(recorded(COUNT), cell(COUNT)).seconds == pytest.approx((COUNT * 9 + 7) * MS)
+
+
+def test_totals_count_each_block_once() -> None:
+    program = recorded(2, 1000)
+    for totals in (full_step_totals(cell(2), {KIND: COUNT}, program), kind_totals(cell(2), KIND, COUNT, program)):
+        assert totals.launches == COUNT * 9
+        assert totals.kernel_seconds == pytest.approx(COUNT * 7.8 * MS)
+        assert totals.host_seconds == pytest.approx(COUNT * 9 * MS)
+        assert totals.link_bytes == {"gpu": COUNT * 7000}
+
+
+def test_a_kind_of_which_a_model_has_a_single_block_counts_once() -> None:
+    program = recorded(1)
+    outcome = predict(program, cell(2))
+    assert full_step_seconds(cell(2), {KIND: 1}, outcome) == outcome.seconds == pytest.approx((9 + 7) * MS)
+    assert kind_seconds(cell(2), KIND, 1, outcome) == pytest.approx((9 + 7) * MS)
+    assert full_step_totals(cell(2), {KIND: 1}, program).launches == 9
+    assert kind_totals(cell(2), KIND, 1, program).launches == 9

@@ -1,0 +1,253 @@
+"""Full-size transformers have the parameters, attention shapes and FLOPs of the real models.
+
+One process stands for all ranks of a group: tensors are fake, and so are the collectives (PyTorch's "fake" backend).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from benchmarks.full_size.architectures import ARCHITECTURES, LAST, architecture
+from benchmarks.full_size.full_mask import FullMask
+from benchmarks.full_size.transformer import FullSizeTransformer, build
+from tests import mock_device, ranks
+from tests.quick import slow, slow_but
+from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
+from xfuser_cocodiff.lab.simulation.sharding import shard
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+
+Shape = tuple[int, ...]
+PARAMETERS = {
+    "flux.1-dev": 11.9e9,
+    "flux.2-dev": 32e9,
+    "sd3.5-large": 8.1e9,
+    "qwen-image": 20.4e9,
+    "hunyuanvideo": 13e9,
+    "wan2.1-14b": 14.3e9,
+}
+"""Parameters of the real transformers, as published with their weights."""
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+}
+"""FLOPs of the CPU's attention, which PyTorch's counter lacks."""
+
+
+@contextmanager
+def group(degree: int, rank: int = 0) -> Iterator[None]:
+    """Return a context of fake tensors on one rank of a group whose collectives only have shapes."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(degree), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degree)
+    new_group = dist.new_group
+    with mock.patch.object(dist, "new_group", lambda ranks, *_, **__: new_group(ranks, backend="fake")):
+        bare_runtime.start()
+    with FakeTensorMode():
+        yield
+
+
+@contextmanager
+def attention_calls() -> Iterator[list[dict[str, Any]]]:
+    """Collect the arguments of xDiT's `USP`."""
+    from xfuser.model_executor.layers import usp
+
+    calls, original = [], usp.USP
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append({"query": query, "key": key, "value": value, **options})
+        return original(query, key, value, **options)
+
+    users = [module for name, module in sys.modules.items() if name.startswith("xfuser.model_executor")]
+    users = [module for module in users if getattr(module, "USP", None) is original]
+    for module in users:
+        module.USP = watched
+    yield calls
+    for module in users:
+        module.USP = original
+
+
+def num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def parameters(rank: int, name: str) -> float:
+    """Return the number of parameters of the real model, by extrapolation from one block of each kind."""
+    with group(1):
+        full = build(name, 1, torch.device("cpu"))
+    missing = {kind: full.counts[kind] - len(blocks) for kind, blocks in full.blocks.items()}
+    assert sum(full.counts.values()) == full.workload.layers
+    assert list(full.counts) == list(full.blocks)
+    return num_parameters(full.model) + sum(missing[kind] * num_parameters(full.blocks[kind][0]) for kind in missing)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_those_of_the_real_model(name: str) -> None:
+    [total] = ranks.run(parameters, 1, name)
+    assert total == pytest.approx(PARAMETERS[name], rel=0.02)
+
+
+def shapes(rank: int, name: str, resolution: int, degree: int, batch: int) -> tuple[list, tuple[int, ...]]:
+    """Return the shapes of Q, K and V in each call of attention, and that of the output.
+
+    Text that is replicated is joined to Q here, as in attention, and not to K and V.
+    """
+    with group(degree, rank=degree - 1), attention_calls() as calls:
+        full = build(name, 2, torch.device("cpu"))
+        output = full.call(resolution, batch)
+    for call in calls:
+        if call.get("joint_query") is not None:
+            call["query"] = torch.cat([call["query"], call["joint_query"]], dim=2)
+    return [[tuple(call[tensor].shape) for tensor in ("query", "key", "value")] for call in calls], tuple(output.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "resolution", "degree", "batch", "output"),
+    [
+        slow("flux.1-dev", 1024, 2, 1, (64 * 64, 64)),
+        slow("flux.1-dev", 768, 12, 3, (48 * 48, 64)),
+        slow("flux.2-dev", 2304, 16, 1, (144 * 144, 128)),
+        slow("sd3.5-large", 1024, 2, 1, (16, 64, 128)),
+        ("sd3.5-large", 1216, 19, 2, (16, 8, 152)),
+        slow("qwen-image", 1024, 8, 1, (64 * 64, 64)),
+        slow("qwen-image", 800, 3, 1, (50 * 50, 64)),
+        slow("hunyuanvideo", 720, 8, 1, (16, 33, 90, 160)),
+        ("wan2.1-14b", 720, 8, 1, (16, 21, 90, 160)),
+    ],
+)
+def test_attention_has_the_shapes_of_the_shard(
+    name: str, resolution: int, degree: int, batch: int, output: tuple[int, ...]
+) -> None:
+    [(calls, shape)] = ranks.run(shapes, 1, name, resolution, degree, batch)
+    (workload, parts), tokens = architecture(name), shard(WORKLOADS[name], resolution, degree)
+    rows = batch * workload.rows_per_image
+    expected = [(rows, workload.heads, tokens.num_tokens(tensor), workload.head_dim) for tensor in "qkv"]
+    assert calls == sum(min(2, count) for count in parts.counts(workload).values()) * [expected]
+    assert shape == (rows, *output)
+
+
+def heads(rank: int, name: str, degree: int) -> tuple[int, int]:
+    """Return the heads that xDiT checks, and those of a block's attention."""
+    with group(degree):
+        full = build(name, 1, torch.device("cpu"))
+    return full.model.config.num_attention_heads, next(iter(full.blocks.values()))[0].attn.heads
+
+
+@pytest.mark.parametrize(("degree", "checked"), [(2, 38), (12, 48)])
+def test_heads_that_are_not_divisible_pass_the_check(degree: int, checked: int) -> None:
+    assert ranks.run(heads, 1, "sd3.5-large", degree) == [(checked, 38)]
+
+
+def flops(rank: int, name: str, resolution: int, degree: int) -> dict[str, int]:
+    """Return the FLOPs of the first block of each kind."""
+    with group(degree):
+        full = build(name, 1, torch.device("cpu"))
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+            full.call(resolution, 1)
+    counts = {module: sum(each.values()) for module, each in counter.get_flop_counts().items()}
+    return {kind: counts[_path(full, blocks[0])] for kind, blocks in full.blocks.items()}
+
+
+def _path(full: FullSizeTransformer, block: torch.nn.Module) -> str:
+    """Return the name of a block in the FLOP counter."""
+    [name] = [name for name, module in full.model.named_modules() if module is block]
+    return f"{type(full.model).__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "resolution", "degree"),
+    [
+        slow("flux.1-dev", 1024, 8),
+        slow("flux.2-dev", 1024, 16),
+        ("sd3.5-large", 1024, 2),
+        slow("qwen-image", 1024, 8),
+        slow("hunyuanvideo", 720, 8),
+        ("wan2.1-14b", 720, 8),
+    ],
+)
+def test_flops_are_those_of_the_workload(name: str, resolution: int, degree: int) -> None:
+    [counted] = ranks.run(flops, 1, name, resolution, degree)
+    expected = {kind: expected_flops(name, kind, resolution, degree) for kind in counted}
+    assert counted == pytest.approx(expected, rel=1e-9)
+
+
+def expected_flops(name: str, kind: str, resolution: int, degree: int) -> float:
+    """Return the FLOPs of a block by the formulas of the simulator."""
+    workload, tokens = WORKLOADS[name], shard(WORKLOADS[name], resolution, degree)
+    cross = workload.cross_text_tokens
+    counts = {IMAGE: tokens.image, TEXT: tokens.text, JOINT: tokens.queries, CROSS_TEXT: cross, ROW: 1}
+    [layer] = [each for each in workload.kinds if each.name == ("double" if kind == LAST else kind)]
+    flops = sum(work.flops(counts, workload.width) for work in layer.parts)
+    flops += workload.attention_flops(tokens.queries * degree, tokens.attended, workload.heads / degree)
+    if layer.has_cross_attention:
+        flops += workload.attention_flops(tokens.queries, cross, workload.heads)
+    if kind == LAST:  # it discards its text: no output projection, no MLP, and 2 of 6 vectors of modulation
+        flops -= 2 * (9 * tokens.text + 4) * workload.width**2
+    return workload.rows_per_image * flops
+
+
+class OneDevice(TorchDispatchMode):
+    """Context in which all tensors of an operation must be on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.num_operations = device, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert {tensor.device for tensor in tensors} <= {self.device}, f"{func} uses another device"
+        self.num_operations += 1
+        return result
+
+
+def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
+    """Return the number of operations of the second call, and how often the host waited for the device in it."""
+    device, waits = mock_device.register_mock_device(), []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(1))
+    with group(2), mock.patch.object(torch.accelerator, "current_stream", lambda _: stream):
+        full = build(name, 1, device)
+        full.call(resolution)
+        waits.clear()
+        with OneDevice(device) as operations:
+            full.call(resolution)
+    return operations.num_operations, len(waits)
+
+
+@pytest.mark.skipif(not mock_device.HAS_BACKENDS, reason="this PyTorch has no devices written in Python")
+@pytest.mark.parametrize("name", slow_but(["sd3.5-large"], ARCHITECTURES))
+def test_calls_need_no_values_and_no_other_device(name: str) -> None:
+    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if WORKLOADS[name].latent_frames else 1024)
+    assert num_operations > 100
+    assert waits == (name == "hunyuanvideo")  # it indexes text by a mask
+
+
+def test_a_full_mask_selects_everything() -> None:
+    values = torch.randn(2, 3, 4)
+    with FullMask():
+        assert torch.equal(values[:, torch.tensor([True, False, False])], values)
+        assert torch.equal(values[torch.tensor([1])], values[1:])
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("flux", 1), ("flux.1-dev", 0)])
+def test_unknown_models_are_rejected(name: str, blocks: int) -> None:
+    with pytest.raises(ValueError, match="not valid"):
+        build(name, blocks, torch.device("cpu"))

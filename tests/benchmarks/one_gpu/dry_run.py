@@ -1,0 +1,163 @@
+"""All facts of scripts/one_gpu.sh without a GPU: python3 -m tests.benchmarks.one_gpu.dry_run FOLDER 1|2
+
+Kernels and layers are timed on the mock device, which checks the order of operations on streams; the other facts have
+values and run on the CPU, Triton's kernels by its interpreter. Functions of torch.cuda are replaced by stand-ins, which
+take the arguments of the real ones. Tools of the CUDA toolkit run the program that they are given and print what they
+would print.
+"""
+
+import contextlib
+import importlib
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.one_gpu import kernel_facts, measuring
+from benchmarks.one_gpu.__main__ import options, run
+from tests import mock_meshes
+from tests.mock_device import HAS_BACKENDS, MockDevice
+
+PATIENCE = 10
+"""Time limits over those on a GPU: several processes share a few cores with all else that runs."""
+IMPORTED_FIRST = "xfuser.core.distributed.runtime_state", "xfuser.model_executor.models.transformers.transformer_flux"
+"""Modules that import libraries whose annotations need the real torch.cuda."""
+ON_MOCK_DEVICE = "kernel_times", "layers"
+OUTPUTS = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+    "ncu": """==PROF== Connected to process 1
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","1","encode_kernel","launch__registers_per_thread","register/thread","64"
+""",
+}
+"""Output of the tools of the CUDA toolkit."""
+TOY_TENSORS = ["16", "1"]
+"""Tokens and heads of the three tensors."""
+
+
+class Event:
+    """torch.cuda.Event of a device that has always ended."""
+
+    def __init__(self, **_: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+class Graph:
+    """torch.cuda.CUDAGraph whose calls have run while it was captured."""
+
+    def replay(self) -> None:
+        pass
+
+
+def stand_ins(device: MockDevice | None) -> dict[str, Callable]:
+    """Return the functions of torch.cuda that facts call, for the mock device or for the CPU."""
+    streams = []
+
+    def new_stream() -> Any:
+        if device is None:
+            return contextlib.nullcontext()
+        streams.append(torch.Stream(device=mock_meshes.device()))
+        return streams[-1]
+
+    def synchronize() -> None:
+        for stream in [*device.streams, *streams] if device else ():
+            stream.synchronize()
+
+    return {
+        "CUDAGraph": Graph,
+        "Event": Event,
+        "Stream": new_stream,
+        "_sleep": lambda cycles: None,
+        "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=2**18),
+        "graph": lambda cuda_graph, stream: stream,
+        "set_sync_debug_mode": lambda debug_mode: None,
+        "stream": lambda stream: stream,
+        "synchronize": synchronize,
+    }
+
+
+def like_the_real_one(name: str, stand_in: Callable) -> Callable:
+    """Return a stand-in that takes only the arguments that a function of torch.cuda takes."""
+    real = getattr(torch.cuda, name)
+    signature, owner = inspect.signature(real.__new__ if name == "Event" else real), [real] * (name == "Event")
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        signature.bind(*owner, *args, **kwargs)
+        return stand_in(*args, **kwargs)
+
+    return checked
+
+
+def run_module(command: Sequence[str], **_: Any) -> SimpleNamespace:
+    """Run the Python module of a command line in this process, and return what a tool around it would print."""
+    start = command.index(sys.executable)
+    [_, module, *arguments] = command[start + 1 :]
+    with mock.patch.object(sys, "argv", [module, *(TOY_TENSORS if start else arguments)]):
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as ended:
+            return SimpleNamespace(returncode=ended.code)
+    [output] = [text for tool, text in OUTPUTS.items() if tool in command[:start]]
+    return SimpleNamespace(stdout=output)
+
+
+@contextlib.contextmanager
+def without_gpu(name: str, folder: Path) -> Iterator[measuring.Setting]:
+    """Return a context in which a fact can be measured without a GPU, and its setting."""
+    is_mocked = name in ON_MOCK_DEVICE and HAS_BACKENDS
+    device = mock_meshes.device() if is_mocked else torch.device("cpu")
+    for module in IMPORTED_FIRST:
+        importlib.import_module(module)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kernel_facts, "shutil", SimpleNamespace(which=lambda program: program)))
+        tools = SimpleNamespace(run=run_module, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+        stack.enter_context(mock.patch.object(kernel_facts, "subprocess", tools))
+        context = MockDevice() if is_mocked else None
+        for function, stand_in in stand_ins(context).items():
+            stack.enter_context(mock.patch.object(torch.cuda, function, like_the_real_one(function, stand_in)))
+        if name == "layers" and dist.is_initialized():  # by a test; xDiT then starts on one of many ranks
+            dist.destroy_process_group()
+        if context:
+            stack.enter_context(context)
+            stack.enter_context(context.by_triton())
+            mock_meshes.make_tables()
+        yield measuring.Setting(folder, device, is_dry_run=True)
+
+
+def main() -> int:
+    """Run a command, or measure one of its facts in this process; return the exit status."""
+    given = options()
+    os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    if given.fact:
+        from xfuser_cocodiff import install
+
+        install()
+        with without_gpu(given.fact, given.folder) as setting:
+            measuring.measure_and_exit(given.command, given.fact, setting)
+    return run(given.folder, given.command, "tests.benchmarks.one_gpu.dry_run", PATIENCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

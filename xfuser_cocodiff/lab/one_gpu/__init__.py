@@ -1,5 +1,0 @@
-"""Facts about the plugin that only a GPU can tell, in two commands for a machine that is lent for minutes.
-Input: one GPU of NVIDIA, and a folder; `tests/lab/one_gpu/dry_run.py` runs all of it on a CPU and the mock device.
-Output: lines of JSON in the folder's facts.jsonl, each written as soon as it is known; docs/one_gpu.md explains them.
-Public: `table.COMMANDS`, `runner.run`.
-"""
