@@ -26,12 +26,7 @@ def add_parser(subparsers: Any) -> None:
         help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;predictor=0 (%(default)s)",
     )
     parser.add_argument(
-        "--sweep",
-        nargs="?",
-        const="all",
-        choices=("all", "methods"),
-        help="also measure a sweep of codecs and baselines, or only the codecs of other systems and modes by heads "
-        "(%(const)s)",
+        "--methods", action="store_true", help="also measure the codes of other systems, and modes by heads"
     )
     parser.add_argument("--seeds", type=int, default=16, help="number of images per mode (%(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="denoising steps of each run (%(default)s)")
@@ -51,19 +46,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--no_inpainting", action="store_true", help="generate images only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot PSNR by bytes")
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="draw images of all modes side by side")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.comparison import frontier, inpainting, quality
+    from xfuser_cocodiff.lab.comparison import inpainting, quality
     from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
     try:
-        config, series = make_config(options), quality.SWEEPS[options.sweep] if options.sweep else ()
-        cases = quality.parse_cases(options.mode.split(","), series)
+        config = make_config(options)
+        cases = quality.parse_cases(options.mode.split(","), options.methods)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
     except ValueError as error:
@@ -83,8 +77,6 @@ def run(options: argparse.Namespace) -> int:
     progress.close()
     quality.show(record)
     write_json(options, record)
-    if options.plot:
-        frontier.draw(record, options.plot)
     if options.sheet:
         quality.draw_pictures(gallery, options.sheet)
     return 0

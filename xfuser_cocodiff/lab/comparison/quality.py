@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
@@ -32,39 +31,23 @@ FP8 = "FP8 as in xDiT"
 ROW_FP8 = "FP8 as in cache-dit"
 INT8 = "INT8 and FP8 as in FlashInfer"
 FP4 = "FP4 as in LightX2V"
-HEADS = "uniform bits by heads"
 COMPACTFUSION = "residuals in a ring as in CompactFusion"
-MODES_BY_HEADS, MODES_IN_RING = "modes by heads", "modes in a ring"
-MODES_IN = (MODES_BY_HEADS, MODES_IN_RING)
-"""Series of modes in other exchanges than their default one."""
+MODES_BY_HEADS = "modes by heads"
 BASELINES = {
+    MODES_BY_HEADS: VirtualRanks,
     FP8: baselines.Fp8,
     ROW_FP8: baselines.RowFp8,
     INT8: baselines.Int8,
     FP4: baselines.Fp4,
-    HEADS: VirtualRanks,
-    MODES_BY_HEADS: VirtualRanks,
     COMPACTFUSION: VirtualRing,
-    MODES_IN_RING: VirtualRing,
 }
-"""By series, the class that replaces the virtual ranks; all of them but the rings send by heads."""
-UNIFORM = "uniform bits"
-SWEEP: dict[str, list[tuple[str, str | None]]] = {
+"""By series, the class that replaces the virtual ranks; all of them but the ring send by heads."""
+METHODS: dict[str, list[tuple[str, str | None]]] = {
     MODES_BY_HEADS: [("balanced", None), ("fast", None)],
-    MODES_IN_RING: [(mode, None) for mode in MODES if mode != EXACT],
-    UNIFORM: [("balanced", f"bits={bits:g}") for bits in GRIDS],
-    HEADS: [("balanced", f"bits={bits:g}") for bits in GRIDS],
-    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,bits={bits}") for bits in (4, 2, 1)],
     **{series: [("balanced", None)] for series in (FP8, ROW_FP8, INT8, FP4)},
-    "rule of the paper": [("paper", "refresh=0"), ("paper", "refresh=10")],
+    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,bits={bits}") for bits in (4, 2, 1)],
 }
-"""By series, modes and changes to their schedules. Modes use their default exchange, unless a series replaces it."""
-ALL, METHODS = "all", "methods"
-SWEEPS: dict[str, tuple[str, ...]] = {
-    ALL: tuple(SWEEP),
-    METHODS: (MODES_BY_HEADS, FP8, ROW_FP8, INT8, FP4, COMPACTFUSION),
-}
-"""Series of a sweep, by its name: all, or the modes by heads and the codecs of other systems."""
+"""By series, modes and changes to their schedules: our modes by heads, and the codes of other systems."""
 EXCHANGES = {
     (): "not coded",
     (plans.HEADS,): "by heads",
@@ -88,7 +71,7 @@ class CodecCase:
     schedule: str | None
     sweep: bool
     series: str = ""
-    """Series that it belongs to in a plot."""
+    """Key of METHODS, or the mode."""
 
     def __str__(self) -> str:
         return f"{self.mode} {self.changes}".strip()
@@ -261,7 +244,7 @@ def measure(
         report: called with the name of each case when it begins.
 
     Returns:
-        The record without its command, and the images of all cases that do not belong to a sweep.
+        The record without its command, and the images of the modes.
     """
     tasks = ("", *masks)
 
@@ -309,9 +292,8 @@ def measure(
 
 def _repeats_default(case: CodecCase, rows: Sequence[dict[str, Any]]) -> bool:
     """Return whether a case by heads would repeat the same bits of an earlier row, whose default was by heads too."""
-    repeated = {HEADS: UNIFORM, MODES_BY_HEADS: case.mode}.get(case.series)
-    earlier = [row["exchanges"] for row in rows if row["series"] == repeated]
-    return bool(earlier) and all(each == [plans.HEADS] for each in earlier)
+    earlier = [row["exchanges"] for row in rows if row["series"] == case.mode]
+    return case.series == MODES_BY_HEADS and bool(earlier) and all(each == [plans.HEADS] for each in earlier)
 
 
 def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
@@ -360,12 +342,12 @@ def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
     return float(structural_similarity(reference, other, data_range=1.0))
 
 
-def parse_cases(modes: Sequence[str], series: Sequence[str] = ()) -> list[CodecCase]:
+def parse_cases(modes: Sequence[str], with_methods: bool = False) -> list[CodecCase]:
     """Return the cases to evaluate.
 
     Args:
         modes: each MODE or MODE@SCHEDULE, where a semicolon stands for a comma.
-        series: keys of SWEEP, whose cases are added.
+        with_methods: whether those of :data:`METHODS` are added.
 
     Raises:
         ValueError: a mode is unknown or exact, or a schedule is not valid.
@@ -379,7 +361,8 @@ def parse_cases(modes: Sequence[str], series: Sequence[str] = ()) -> list[CodecC
         if changes:
             CodecSchedule.parse(changes, PRESETS[mode])
         cases.append(CodecCase(mode, changes, bool(changes), f"{mode}, changed" if changes else mode))
-    return cases + [CodecCase(*each, sweep=True, series=name) for name in series for each in SWEEP[name]]
+    methods = METHODS if with_methods else {}
+    return cases + [CodecCase(*each, sweep=True, series=name) for name in methods for each in METHODS[name]]
 
 
 def show(record: dict[str, Any]) -> None:
