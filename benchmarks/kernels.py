@@ -5,7 +5,6 @@ times of device and host are measured apart, and caches are flushed before each 
 """
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from torch.utils import benchmark
 
 from benchmarks import command_line
-from benchmarks.device_timer import DeviceTimer
 from xfuser_cocodiff.cli.output import write_json
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec import kernels
@@ -283,19 +281,14 @@ def interleaved(
     return seconds
 
 
-@functools.cache
-def _device_timer(device: torch.device) -> DeviceTimer:
-    """Return the timer of a device, whose buffer is large."""
-    return DeviceTimer(device)
-
-
 def _timer(call: Callable[[], object], device: torch.device, on_host: bool) -> Callable[[], float]:
     """Return a function that times a call once more."""
-    if devices.capabilities(device.type).is_asynchronous:
-        timer = _device_timer(device)
-        return functools.partial(timer.host_seconds if on_host else timer.device_seconds, call)
-    on_cpu = benchmark.Timer("call()", globals={"call": call})
-    return lambda: on_cpu.blocked_autorange(min_run_time=0.1).median
+    if devices.capabilities(device.type).is_asynchronous and not on_host:
+        from triton.testing import do_bench  # which flushes the cache before each call
+
+        return lambda: do_bench(call, return_mode="median") / 1e3
+    timer = benchmark.Timer("call()", globals={"call": call})
+    return lambda: timer.blocked_autorange(min_run_time=0.1).median
 
 
 def _name(device: torch.device) -> str:

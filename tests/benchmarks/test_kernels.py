@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,12 +45,11 @@ def once(call: Callable[[], object], device: torch.device, on_host: bool) -> Cal
     return timed
 
 
-def test_accelerators_have_a_timer_of_device_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = SimpleNamespace(host_seconds=lambda call: "host", device_seconds=lambda call: "device")
-    monkeypatch.setattr(bench, "_device_timer", lambda device: timer)
-    accelerator = torch.device("cuda")
-    assert [bench._timer(int, accelerator, on_host)() for on_host in (False, True)] == ["device", "host"]
-    assert isinstance(bench._timer(int, torch.device("cpu"), True)(), float)
+def test_device_time_of_accelerators_flushes_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, return_mode: 3.0)
+    assert bench._timer(int, torch.device("cuda"), False)() == 3e-3
+    for device, on_host in (("cuda", True), ("cpu", True), ("cpu", False)):
+        assert 0 < bench._timer(int, torch.device(device), on_host)() < 1e-3
 
 
 @pytest.mark.parametrize("degree", [2, 4])
