@@ -100,19 +100,6 @@ def _enter() -> None:
         raise RuntimeError(_not_permitted(str(error))) from None
 
 
-def enter_network(file: Path) -> None:
-    """Move the calling thread to a network namespace.
-
-    Args:
-        file: the namespace, such as `/run/netns/NAME` of `ip netns`.
-
-    Raises:
-        OSError: the namespace does not exist or may not be entered.
-    """
-    with file.open() as namespace:
-        _call("setns", namespace.fileno(), _NEW_NETWORK)
-
-
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends.
 

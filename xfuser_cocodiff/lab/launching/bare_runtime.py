@@ -144,14 +144,6 @@ class _NoRotation:
         return self._buffer
 
 
-def compile_transformer(transformer: torch.nn.Module) -> torch.nn.Module:
-    """Compile a transformer as xDiT's runner does."""
-    from xfuser.model_executor.models.runner_models.base_model import xFuserModel
-
-    xFuserModel._enable_compute_comm_overlap(None)
-    return torch.compile(transformer)
-
-
 def flux_transformer(width: int, heads: int, depth: int, text_width: int) -> torch.nn.Module:
     """Return a FLUX.1 transformer in xDiT's wrapper, with the same random weights on every rank.
 

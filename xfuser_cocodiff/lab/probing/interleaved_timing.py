@@ -48,8 +48,3 @@ def time_interleaved(
 def max_over_ranks(value: float, device: torch.device) -> float:
     """Return the maximum of a value over all ranks."""
     return gather(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).max().item()
-
-
-def mean_over_ranks(value: float, device: torch.device) -> float:
-    """Return the mean of a value over all ranks."""
-    return gather(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).mean().item()
