@@ -287,13 +287,18 @@ def name_by_label(clock: Clock) -> Iterator[None]:
 
     On an accelerator, all collectives of an operation are started with it.
     """
-    start = CommStream.start
 
-    def name_and_start(comm_stream: CommStream, label: Label, *arguments: Any, **options: Any) -> Handle[Any]:
-        clock.sent_tensors = label.tensors
-        return start(comm_stream, label, *arguments, **options)
+    def naming(start: Callable[..., Handle]) -> Callable[..., Handle]:
+        def name_and_start(comm_stream: CommStream, label: Label, *arguments: Any, **options: Any) -> Handle:
+            clock.sent_tensors = label.tensors
+            return start(comm_stream, label, *arguments, **options)
 
-    with mock.patch.object(CommStream, "start", name_and_start):
+        return name_and_start
+
+    with (
+        mock.patch.object(CommStream, "start", naming(CommStream.start)),
+        mock.patch.object(CommStream, "start_collective", naming(CommStream.start_collective)),
+    ):
         yield
 
 

@@ -104,15 +104,16 @@ def test_nothing_is_exposed_on_links_that_take_no_time() -> None:
 
 
 def test_stages_of_the_plugin_send_the_tensors_of_their_label() -> None:
-    clock, start = Clock(Accelerator("round", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 0.0)), CommStream.start
+    clock = Clock(Accelerator("round", 1e9, 1e9, 1e9, 1e9, 0.0, 0.0, 0.0))
 
     def work() -> list[str]:
         return [clock.start_collective(range(2), (1, 1), (1, 1)).tensors for _ in range(2)]
 
     with name_by_label(clock):
-        for tensors in ("qk", "o"):
-            assert CommStream.on(CPU).start(Label(tensors, "layer"), work).wait() == [tensors] * 2
-    assert CommStream.start is start
+        stream = CommStream.on(CPU)
+        assert stream.start(Label("qk", "layer"), work).wait() == ["qk"] * 2
+        assert stream.start_collective(Label("o", "layer"), lambda: work).wait() == ["o"] * 2
+    assert CommStream.on(CPU).start(Label("v", "layer"), work).wait() == ["o"] * 2
 
 
 @pytest.mark.parametrize(
