@@ -10,7 +10,6 @@ PICTURES = ROOT / "docs/pictures"
 NAMES = {
     "GRIDS": "engine/codec/quantize.py",
     "MODES": "engine/compression/mode_names.py",
-    "TABLE": "xdit/layers/v_source.py",
     "OPTIONS": "xdit/settings/options.py",
     "PLATFORMS": "xdit/platforms/platform.py",
 }

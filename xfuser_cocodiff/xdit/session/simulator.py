@@ -2,15 +2,12 @@
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-
-if TYPE_CHECKING:
-    from xfuser_cocodiff.xdit.session.session import Session
-    from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 _PROVIDER = "xfuser_cocodiff.lab.comparison.virtual_session"
 """Module that simulates ranks. It is imported by name: the integration does not depend on the tools."""
@@ -33,7 +30,7 @@ class Simulator(Protocol):
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         arguments: Any,
         can_gather: bool,
-        session: "Session",
+        session: Any,
     ) -> torch.Tensor:
         """Return attention as all simulated ranks would compute it together.
 
@@ -46,7 +43,7 @@ class Simulator(Protocol):
         """
 
 
-def start_session(pipeline: Any, config: "CocoDiffConfig", is_compiled: bool) -> "Session":
+def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> Any:
     """Return the session of a single rank that simulates others, by its options.
 
     Args:
