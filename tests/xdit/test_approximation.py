@@ -227,7 +227,7 @@ def transformer(name: str, **config: object) -> torch.nn.Module:
     ],
 )
 def test_segments_of_text_and_image(name: str, config: dict, image: tuple, tokens: int, expected: list[int]) -> None:
-    from xfuser_cocodiff.xdit.attention.segments import segments
+    from xfuser_cocodiff.lab.comparison.segments import segments
 
     shapes = {"hidden_states": torch.Size(image), "encoder_hidden_states": torch.Size((2, 32, 64))}
     assert segments(transformer(name, **config), shapes, tokens) == expected

@@ -11,7 +11,9 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMa
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
 import xfuser_cocodiff
-from tests.engine.compression.test_runtime import SIZES, add_errors, partition_on, quant_error
+from tests.coded_layers import TwoNodes
+from tests.engine.compression import test_runtime
+from tests.engine.compression.test_runtime import SIZES
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
@@ -219,10 +221,10 @@ def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Sessi
 def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: RecordingListener, session: Session) -> None:
     """Declared ones, loops over an iterable, and bars whose scheduler takes fewer steps than they say."""
     logged: list[str] = []
-    session.runtime = CodecRuntime(partition_on("cpu"), "balanced", None, list, info=logged.append)
+    session.runtime = CodecRuntime(TwoNodes(), "balanced", None, list, info=logged.append)
 
     def send() -> None:
-        add_errors(session.runtime.layer_codecs("a", 1, 0, SIZES).stats, quant_error(4.0, 1e4))
+        test_runtime.send(session.runtime.layer_codecs("a", 1, 0, SIZES), (4.0, 1e4))
 
     def lines() -> int:
         return sum(line.startswith("error 2.00% (V 2.00%) at 3.20 bits per value on this rank") for line in logged)
