@@ -232,7 +232,7 @@ class Recorder:
     def _step(self, session: Session | None = None, step: int | None = None) -> Program:
         """Run a step and return its program."""
         if session is not None and session.runtime is not None and step is not None:
-            session.runtime.step = step
+            session.runtime.clock.step = step
         if session is not None:
             session.traffic.reset()
         self._device.begin_step()

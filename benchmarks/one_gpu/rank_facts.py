@@ -146,7 +146,7 @@ def _compared(step: Step, sessions: dict[str, Session], total: int, steps: int) 
             if number == 0:
                 session.runs.begin(total)
             if session.runtime:
-                session.runtime.step = number
+                session.runtime.clock.step = number
             outputs[name] = _output(step, session, number / total)
         expected = outputs.pop(STOCK)
         yield {"step": number, "mode": STOCK, "change": None if earlier is None else _relative(expected, earlier)}

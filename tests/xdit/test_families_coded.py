@@ -20,6 +20,7 @@ from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, LETTERS, Codec
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.lab.simulation import coded_bytes
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.engine.compression.step_report import StepReport
@@ -235,7 +236,7 @@ class Messages:
         gather = ulysses.gather
 
         def recorded_codecs(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
-            self._call, self._step = (layer, key, branch), runtime.step
+            self._call, self._step = (layer, key, branch), runtime.clock.step
             return layer_codecs(runtime, layer, key, branch, *given)
 
         def recorded_start(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, *more: Any) -> Any:
@@ -265,7 +266,7 @@ class Messages:
             names = "".join(shapes)
             step_codecs = codecs_of(schedule, step, bits[step])
             links = next(iter(shapes.values()))[0]
-            size = modes.link_bytes(step_codecs, names, [*shapes.values()], torch.float32) + sum(flags[1:])
+            size = coded_bytes.link_bytes(step_codecs, names, [*shapes.values()], torch.float32) + sum(flags[1:])
             exact = 4 * sum(map(math.prod, shapes.values()))
             found[step] = found[step][0] + links * size, found[step][1] + exact
         self.exchanges.clear()

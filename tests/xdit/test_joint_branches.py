@@ -25,7 +25,7 @@ def run_guided(rank: int, model: str, schedule: str, *more: str) -> tuple[float,
     def record() -> None:
         found[:] = ends(runtime)
         names.update(name for state in runtime.store.states.values() for name, _ in state.link_states)
-        assert runtime.store.planned_bytes == runtime.store.nbytes or runtime.step < 2
+        assert runtime.store.planned_bytes == runtime.store.nbytes or runtime.clock.step < 2
         end_step()
 
     runtime.end_step = record

@@ -255,7 +255,7 @@ def run_with_nan(rank: int, plan: Plan) -> tuple[list[bool], bool]:
     start, runtime = getattr(sender, name), run.runtime
 
     def with_nan(tensors: list, *given: Any) -> Any:
-        if runtime.step == 2 and rank == 0:
+        if runtime.clock.step == 2 and rank == 0:
             tensors[0][(0,) * tensors[0].ndim] = float("nan")
         return start(tensors, *given)
 

@@ -173,7 +173,7 @@ def test_gains_are_between_0_and_1(triton_kernels) -> None:
         assert encoded.gains.tolist() == [GAIN_STEPS, 0]
 
 
-def test_targets_and_bases_may_have_any_strides(triton_kernels) -> None:
+def test_bases_may_have_any_strides(triton_kernels) -> None:
     case = Case(torch.bfloat16, FIRST)
     values, prediction = case.plus_base(), case.prediction(EXTRAPOLATED)
     across = case.base.transpose(3, 4).contiguous().transpose(3, 4)
@@ -182,7 +182,7 @@ def test_targets_and_bases_may_have_any_strides(triton_kernels) -> None:
         found = []
         for base in (case.base.contiguous(), case.base, across, apart.copy_(case.base)):
             part, *_ = case.encoded(kernel, case.part(prediction, 2, values=values, base=base))
-            target = torch.zeros_like(case.values.transpose(3, 4)).transpose(3, 4)
+            target = torch.zeros_like(case.values)
             kernel.decode([part._replace(values=target, base=base, new_reference=case.memory())])
             assert not target[0].any()
             found.append((case.remote(part.payload), *part.new_reference, target))
@@ -211,13 +211,3 @@ def test_zero_and_tiny_residuals_leave_the_reference(triton_kernels) -> None:
             assert torch.equal(case.decoded(kernel, part), held)
             rounding = prediction.reference.values.abs().amax(-1, keepdim=True) * 1.13 / 127 / 2
             assert ((part.new_reference.values - prediction.reference.values).abs() <= rounding).all()
-
-
-def test_a_base_that_does_not_fit_is_refused() -> None:
-    case = Case(torch.float32, SECOND)
-    in_slots = torch.zeros(3, *case.base.shape[1:], device=DEVICE)
-    for base in (in_slots, case.base.double()):
-        part = case.part(case.prediction(REFERENCE), 2, base=base)
-        for kernel in (lambda part: kernels.encode([part], torch.empty(1, 2)), lambda part: kernels.decode([part])):
-            with pytest.raises(ValueError, match="a base of"):
-                kernel(part)

@@ -22,7 +22,6 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout, AxisPartition
 from xfuser_cocodiff.engine.compression.coding_choice import active_tokens_for, choose
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats
@@ -32,6 +31,7 @@ from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.lab.simulation import coded_bytes
 
 BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
 STEPS = 5
@@ -254,9 +254,10 @@ def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec
     """Compare values bit for bit, and the bytes of both messages; values that stay infinite are repeated every step."""
     shapes = [(1, BATCH * 2, HEADS // 4, TOKENS // 4, DIM)] * 3
     once = [
-        modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
+        coded_bytes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32)
+        for step in range(STEPS)
     ]
-    again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
+    again = coded_bytes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
     steps = bad - {0}  # the first step is lossless anyway
     found = ranks.run(repeat_v, 4, bad, sender, codec)
     for rank, result in enumerate(found):
@@ -411,7 +412,7 @@ def test_virtual_ranks_equal_a_codec_per_pair(
             assert_received(cut(sharded(o), 2, size, rank), expected_values, not codec_of_o.predicts, (step, rank))
         used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
         shapes = [(1, BATCH * size // virtual.layout.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
-        sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)
+        sent += coded_bytes.link_bytes(used, "qkv", shapes, F32) + coded_bytes.link_bytes(used, "o", shapes[:1], F32)
         sent -= 2 * ALIGNMENT  # virtual messages have no flag
     assert stats.sent_bytes == size * (virtual.layout.num_slow - 1) * sent
     assert (

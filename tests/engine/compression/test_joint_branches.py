@@ -31,6 +31,7 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation import coded_bytes
 
 BATCH, HEADS, TOKENS, DIM, STEPS = 2, 4, 16, 64, 7
 SCHEDULE = "first=8,bits=2"
@@ -313,7 +314,8 @@ def predicted_bytes(
         branches: number of branches in the batch.
     """
     by_message = [
-        settings.sent_bytes(names, [of_link] * len(names), torch.float32, STEPS, branches) for names in messages
+        coded_bytes.sent_bytes(settings, names, [of_link] * len(names), torch.float32, STEPS, branches)
+        for names in messages
     ]
     return [of_link[0] * sum(of_step) for of_step in zip(*by_message, strict=True)][:-1]
 

@@ -218,7 +218,7 @@ def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
     session = FakeSession()
     session.runs.begin(3)
     for _ in range(3):
-        session.runtime.disable("K is odd")
+        session.runtime.inactive_reason = "K is odd"
         session.runs.end_step()
     assert warned == ["compression inactive (mode 'balanced'): K is odd"]
     session.runs.begin(3)

@@ -3,7 +3,6 @@
 Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -22,7 +21,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 HEADS, SEQUENCE = 1, 2
 """Dims of attention tensors, (B, H, S, D)."""
 
-_NO_LABEL = Label("any")
+_LABEL = Label("any")
 
 
 def pad_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Tensor:
@@ -37,9 +36,7 @@ def pad_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Te
     return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
 
-def reshard(
-    tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, label: Label = _NO_LABEL
-) -> list[torch.Tensor]:
+def reshard(tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh) -> list[torch.Tensor]:
     """Reshard tensors from one dim to another, all in one message, and wait for the result.
 
     Q, K and V go from (B, H, S/P, D) to (B, H/P, S, D) with scatter_dim 1 and gather_dim 2, O goes back with the dims
@@ -50,7 +47,6 @@ def reshard(
         scatter_dim: dim to split over the ranks; its size must be divisible by P in every tensor.
         gather_dim: dim to gather.
         mesh: ranks and their topology.
-        label: tensors and layer, for traces.
 
     Returns:
         The resharded tensors, contiguous.
@@ -61,7 +57,7 @@ def reshard(
 
     if torch.compiler.is_compiling():  # traced graphs have no comm stream and no timing
         return work()
-    return mesh.start(label, work, list, is_blocking=True).wait()
+    return mesh.start(_LABEL, work, list, is_blocking=True).wait()
 
 
 def reshard_here(
@@ -152,7 +148,7 @@ def _by_rank(tensor: torch.Tensor, dim: int, shape: tuple[int, ...], head_group:
     split = tensor.view(*tensor.shape[:dim], *shape, size, *tensor.shape[dim + 1 :])
     if head_group.count > 1:
         split = head_group.of(split, dim + levels)
-    return split.permute(_move_dims(split.ndim, dim, 0, levels))
+    return split.movedim([*range(dim, dim + levels)], [*range(levels)])
 
 
 def _results(
@@ -190,11 +186,3 @@ def _merge(message: torch.Tensor, pieces: list[torch.Tensor], dim: int, plan: Pl
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return the size of all tensors in bytes, in a form that can be traced for symbolic sizes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-@functools.cache
-def _move_dims(ndim: int, source: int, target: int, count: int) -> tuple[int, ...]:
-    """Return the permutation that moves `count` adjacent dims."""
-    moving = range(source, source + count)
-    order = [dim for dim in range(ndim) if dim not in moving]
-    return (*order[:target], *moving, *order[target:])

@@ -78,16 +78,6 @@ class Codec:
         """Whether the payload carries the sender's gain."""
         return self.predicts and self.bits is not None and not self.is_keyframe
 
-    @property
-    def sends_values(self) -> bool:
-        """Whether values are sent unquantized; then no difference to another branch is coded."""
-        return self.bits is None and not self.sends_nothing
-
-    @property
-    def is_stateless(self) -> bool:
-        """Whether no reference is needed."""
-        return self.is_exact or self.is_keyframe
-
     def __str__(self) -> str:
         parts = [] if self.bits is None else [f"{self.bits:g} bits"]
         parts += [f"{self.token_fraction:g} of the tokens"] if self.selects_tokens else []

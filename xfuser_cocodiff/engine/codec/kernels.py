@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.codec.rows import MessagePart, check_base
+from xfuser_cocodiff.engine.codec.rows import MessagePart
 from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
@@ -62,7 +62,7 @@ def _triton_unavailable(device_type: str) -> str | None:
     return f"it has no driver for {device_type!r}"
 
 
-@functools.cache  # called for every tensor that is sent, and the check reads the file system
+@functools.cache  # called for every message, and the check reads the file system
 def _is_installed() -> bool:
     """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
@@ -89,7 +89,7 @@ def _kernels(device: torch.device) -> ModuleType:
     return _module(_MODULES[backend_for(device)])
 
 
-@functools.cache  # called for every tensor of a message
+@functools.cache  # called for every message
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{name}")
 
@@ -101,11 +101,8 @@ def encode(parts: Sequence[MessagePart], energies: torch.Tensor) -> None:
         parts: the tensors, all on one device. Their payloads, new references and gains are written.
         energies: float32 (number of parts, 2), written: the sum of squared reconstruction errors, not finite if the
             values are not, and that of the values themselves; with a base the error is that of the difference.
-
-    Raises:
-        ValueError: a base that does not fit its values.
     """
-    _kernels_for(parts).encode(parts, energies)
+    _kernels(energies.device).encode(parts, energies)
 
 
 def decode(parts: Sequence[MessagePart]) -> None:
@@ -114,15 +111,5 @@ def decode(parts: Sequence[MessagePart]) -> None:
     Args:
         parts: as passed to :func:`encode`, but for the values. None may need the decoded values of another. Their new
             references are written too.
-
-    Raises:
-        ValueError: a base that does not fit its values.
     """
-    _kernels_for(parts).decode(parts)
-
-
-def _kernels_for(parts: Sequence[MessagePart]) -> ModuleType:
-    """Return the module of the backend for parts, after a check of their bases."""
-    for part in parts:
-        check_base(part)
-    return _kernels(parts[0].values.device)
+    _kernels(parts[0].values.device).decode(parts)

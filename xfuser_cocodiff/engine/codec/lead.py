@@ -36,7 +36,7 @@ class Lead(NamedTuple):
 
     def prepare(self, reference: LinkReference, codec: Codec) -> None:
         """Convert the following branch's reference to one of what is coded; both ends do so for a whole message."""
-        if not codec.is_stateless:
+        if not (codec.is_exact or codec.is_keyframe):
             self._rebase(reference, self.is_coded)
 
     def finish(self, reference: LinkReference) -> None:

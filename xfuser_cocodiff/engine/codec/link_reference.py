@@ -84,40 +84,29 @@ class LinkReference:
             values: new reference.
             is_difference: see :attr:`is_difference`.
         """
+        rows = None if self._is_exact else Int8Rows.of(values)
+        self.advance_rows(rows, values.shape, values.dtype, is_difference=is_difference)
         if self._is_exact:
-            self._set(None, values.shape, values.dtype, False, is_difference)
             self._values = torch.nan_to_num(values, 0.0, 0.0, 0.0).contiguous()
-        else:
-            self._set(Int8Rows.of(values), values.shape, values.dtype, False, is_difference)
 
     def advance_rows(
         self,
-        rows: Int8Rows,
+        rows: Int8Rows | None,
         shape: Sequence[int],
         dtype: torch.dtype,
-        keeps_previous: bool,
+        keeps_previous: bool = False,
         is_difference: bool = False,
     ) -> None:
         """Replace the reference by rows that a kernel has written to :meth:`memory`.
 
         Args:
-            rows: new reference.
+            rows: new reference; None for one that is stored as it is.
             shape: (L, G, H, T, D).
             dtype: type of the values.
             keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape differs, or if
                 one of both is of a difference.
             is_difference: see :attr:`is_difference`.
         """
-        self._set(rows, shape, dtype, keeps_previous, is_difference)
-
-    def _set(
-        self,
-        rows: Int8Rows | None,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        keeps_previous: bool,
-        is_difference: bool,
-    ) -> None:
         if is_difference is not self.is_difference:
             self.is_difference, self.gains, keeps_previous = is_difference, None, False
         self._previous = self._current if keeps_previous and self.fits(shape, dtype) else None

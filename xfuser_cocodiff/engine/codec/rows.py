@@ -117,18 +117,6 @@ class PayloadLayout(NamedTuple):
         return cls(scales, scales + rows, scales + rows + GAIN_BYTES * sends_gain)
 
 
-def check_base(part: MessagePart) -> None:
-    """Check that the base of a part fits its values.
-
-    Raises:
-        ValueError: another shape or type.
-    """
-    values, base = part.values, part.base
-    shape = num_links(values.shape[0], part.local_slots), *values.shape[1:]
-    if base is not None and (base.shape != shape or base.dtype != values.dtype):
-        raise ValueError(f"a base of {tuple(base.shape)} {base.dtype} for values of {shape} {values.dtype}")
-
-
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     """Return R and N, the number of rows of a link and of values in each, for values (L, G, H, T, D)."""
     _, groups, heads, tokens, dim = shape

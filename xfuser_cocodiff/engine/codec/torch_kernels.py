@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from xfuser_cocodiff.engine.codec.codec import TOKEN_DIM
 from xfuser_cocodiff.engine.codec.quantize import dequantize, quantize
 from xfuser_cocodiff.engine.codec.rows import (
     GAIN_BYTES,
@@ -21,8 +22,6 @@ from xfuser_cocodiff.engine.codec.rows import (
     sample_stride,
     write_remote_slots,
 )
-
-_TOKEN_DIM = 3
 
 
 def predict(prediction: Prediction) -> torch.Tensor | None:
@@ -87,7 +86,7 @@ def _estimate_gains(coded: torch.Tensor, prediction: Prediction, shape: Sequence
     """Replace the gain of each link by that which fits the current change to the previous one by least squares."""
     if prediction.reference is None or prediction.previous is None or prediction.gains is None:
         return
-    sample = slice(None, None, sample_stride(shape[_TOKEN_DIM]))
+    sample = slice(None, None, sample_stride(shape[TOKEN_DIM]))
     tensors = coded, prediction.reference.values, prediction.previous.values
     current, reference, previous = (each.reshape(shape)[:, :, :, sample] for each in tensors)
     change = reference - previous

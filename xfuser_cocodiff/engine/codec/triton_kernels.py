@@ -47,15 +47,8 @@ def encode(parts: Sequence[MessagePart], energies: torch.Tensor) -> None:
 
 def decode(parts: Sequence[MessagePart]) -> None:
     """Decode the payloads of a message into its targets; see :mod:`kernels`."""
-    targets = [part.values for part in parts]
-    written = [each if each.stride(-1) == 1 else torch.empty_like(each).contiguous() for each in targets]
-    tensors, shapes = _arguments(parts, written)
-    decode_kernel[(_num_programs(tensors),)](tensors, shapes, _tables(targets[0].device), **_launch_options())
-    for part, target in zip(parts, written, strict=True):
-        if target is not part.values:
-            local = part.local_slots or range(0)
-            for remote in (slice(0, local.start), slice(local.stop, None)):
-                part.values[remote].copy_(target[remote])
+    tensors, shapes = _arguments(parts, [part.values for part in parts])
+    decode_kernel[(_num_programs(tensors),)](tensors, shapes, _tables(parts[0].values.device), **_launch_options())
 
 
 def _arguments(
@@ -65,16 +58,16 @@ def _arguments(
 
     Args:
         parts: the tensors.
-        values: their values or targets, (P, G, H, T, D) each, with D contiguous.
+        values: their values or targets, (P, G, H, T, D) each.
 
     Raises:
-        ValueError: the bytes of a slot's payload are not contiguous.
+        ValueError: the values of a token, or the bytes of a slot's payload, are not contiguous.
     """
     tensors, shapes = [], []
     for part, data in zip(parts, values, strict=True):
         payload, reference, previous = part.payload, part.prediction.reference, part.prediction.previous
-        if payload.stride(-1) != 1:
-            raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
+        if data.stride(-1) != 1 or payload.stride(-1) != 1:
+            raise ValueError(f"the last dims must be contiguous; strides are {data.stride()} and {payload.stride()}")
         base = None if part.base is None else _with_contiguous_rows(part.base)
         sizes, shape = _sizes(data.shape, data.itemsize, part.local_slots, part.bits, part.sends_gain)
         fields = (

@@ -18,7 +18,7 @@ from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
-from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS, CodecSchedule
+from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
 from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
 
@@ -83,8 +83,7 @@ def _runs(mode: str, overrides: str | None) -> Iterator[_Run]:
 
     V-Major's steps are those of a run of DEFAULT_STEPS.
     """
-    preset = modes.PRESETS.get(mode, CodecSchedule())
-    schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
+    schedule = modes.schedule_of(mode, overrides)
     keyframes = [schedule.codecs(step, None) for step in range(schedule.warmup)]
     first = len(keyframes)
     if schedule.error:

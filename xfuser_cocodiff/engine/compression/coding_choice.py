@@ -138,7 +138,7 @@ def choose(
         codec = _with_selection(codec, layer_codecs, name, head_group, shape)
     if leader is None:
         return codec, None
-    return codec, Joint(leader, coding.is_difference and not codec.sends_values, coding.leaves_difference)
+    return codec, Joint(leader, coding.is_difference and codec.bits is not None, coding.leaves_difference)
 
 
 def _link_of(state: LinkState, shape: tuple[int, ...], dtype: torch.dtype) -> Link:

@@ -1,12 +1,10 @@
 """Modes: how the values of a run are coded over its steps, and the notation that changes it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
-from xfuser_cocodiff.engine.codec.codec import EXACT, LETTERS, SELECTING, TOKEN_DIM, Codec, message_layout
+from xfuser_cocodiff.engine.codec.codec import EXACT, LETTERS, Codec
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 
 NOTATION = (
@@ -69,33 +67,6 @@ class CodecSchedule:
         selecting = replace(codec, token_fraction=min(1.0, max(0.0, 1 - cached)))
         return {**dict.fromkeys("qkv", selecting), "o": EXACT}
 
-    def sent_bytes(
-        self,
-        names: str,
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
-        total: int,
-        batched_branches: int = 1,
-        bits: Sequence[float] | None = None,
-    ) -> list[int]:
-        """Return the bytes of a message on one link, for each step of a run whose values are all finite.
-
-        Args:
-            names: letters of the tensors, of "qkvo".
-            shapes: (L, G, H, T, D) of each.
-            dtype: type of the values.
-            total: number of steps.
-            batched_branches: number of branches of guidance, of which G has equal parts; without `joint` they are coded
-                as one tensor.
-            bits: bits per value of each step, assumed in place of what rate control will choose.
-        """
-        branches = batched_branches if self.joint else 1
-        of_steps: Sequence[float | None] = bits or [None] * total
-        return [
-            link_bytes(self.codecs(step, total, of_steps[step]), names, shapes, dtype, branches)
-            for step in range(total)
-        ]
-
     @classmethod
     def parse(cls, text: str, base: "CodecSchedule") -> "CodecSchedule":
         """Return a schedule with changes in the notation of `--cocodiff_schedule`.
@@ -132,29 +103,6 @@ class CodecSchedule:
         default = CodecSchedule()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(default, field.name)]
         return ",".join(f"{name}={_to_notation(getattr(self, name))}" for name in changed) or "exact"
-
-
-def link_bytes(
-    codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, branches: int = 1
-) -> int:
-    """Return the bytes of a message on one link at one step: the message's flag, token masks and payloads.
-
-    Args:
-        codecs: codec of each tensor.
-        names: letters of the tensors, of "qkvo".
-        shapes: (L, G, H, T, D) of each.
-        dtype: type of the values.
-        branches: number of equal parts of G that have sections of their own; it divides G.
-    """
-    assert all(shape[1] % branches == 0 for shape in shapes), (shapes, branches)
-    shape_of = dict(zip(names, shapes, strict=True))
-    tensors = []
-    for name, (links, groups, *rest) in shape_of.items():
-        codec = codecs[name]
-        if codec.selects_tokens and name not in SELECTING and shape_of[name][TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
-            codec = replace(codec, token_fraction=1.0)  # V's selection is of other tokens
-        tensors += [(name, codec, (links, groups // branches, *rest))] * branches
-    return message_layout(tuple(tensors), dtype).nbytes
 
 
 def _read_count(text: str) -> int:
@@ -247,3 +195,9 @@ DEFAULT_STEPS = 50
 """Number of steps that is assumed for runs of unknown length."""
 PRESETS = {"paper": PAPER, "balanced": BALANCED, "fast": FAST}
 """Schedules of the lossy modes."""
+
+
+def schedule_of(mode: str, overrides: str | None) -> CodecSchedule:
+    """Return the schedule of a mode, with changes in the notation of `--cocodiff_schedule`."""
+    preset = PRESETS.get(mode, CodecSchedule())
+    return CodecSchedule.parse(overrides, preset) if overrides else preset

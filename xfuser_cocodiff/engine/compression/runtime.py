@@ -9,7 +9,6 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout, AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.layer_state import LayerCall, LayerState
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
@@ -54,8 +53,7 @@ class CodecRuntime:
         self._sum_over_ranks = sum_over_ranks
         self.inactive_reason: str | None = None
         """Why compression is inactive for a layer of this run."""
-        preset = modes.PRESETS.get(mode, CodecSchedule())
-        self.schedule = CodecSchedule.parse(overrides, preset) if overrides else preset
+        self.schedule = modes.schedule_of(mode, overrides)
         """Codec schedule of all runs."""
         self.clock = RunClock()
         """Clock of the run in progress."""
@@ -79,21 +77,11 @@ class CodecRuntime:
         """Bits per value of each step, in place of what rate control would choose; for runs without values."""
         self._rate: RateControl | None = None
         """Choice of the run's bits; None where the schedule has them."""
-        self._step_codecs: dict[tuple[bool, bool], StepCodecs] = {}
-        """Codecs of this step, by whether a layer has references, and whether these are extrapolated."""
+        self._step_codecs: dict[tuple[int, bool, bool], StepCodecs] = {}
+        """Codecs of each step, by whether a layer has references, and whether these are extrapolated."""
         self._errors = StepErrors()
         self._started: list[StartedReport] = []
         """Reports of the run's steps so far."""
-
-    @property
-    def step(self) -> int:
-        """Current step of the run."""
-        return self.clock.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.clock.step = step
-        self._step_codecs.clear()
 
     @property
     def is_running(self) -> bool:
@@ -135,10 +123,6 @@ class CodecRuntime:
         has_yardsticks = any(each.yardstick_errors for each in reports)
         self.reporter.log_errors(errors, self.clock.first_step, is_last, has_yardsticks)
 
-    def disable(self, reason: str) -> None:
-        """Note that a layer of this run is unsupported and stays lossless."""
-        self.inactive_reason = reason
-
     def end_step(self) -> None:
         """End a step: report it, and let its errors decide on later ones.
 
@@ -155,7 +139,7 @@ class CodecRuntime:
             self._use_errors(self._read(started))
         elif len(self._started) > 1:
             self._use_errors(self._read(self._started[-2]))
-        self.step += 1
+        self.clock.step += 1
         if self.clock.is_over:
             self.end_run(is_complete=True)
 
@@ -205,15 +189,6 @@ class CodecRuntime:
         for state in states:
             state.stats = CodecStats()
         return StartedReport(report, not self._checks_after_step, self._errors.start_readout())
-
-    def drop_layer(self, key: Hashable, branch: int) -> None:
-        """Drop the references of a layer in a branch, whose next call begins with a keyframe.
-
-        Args:
-            key: key of the layer.
-            branch: number of the transformer's call within the step.
-        """
-        self.store.drop(key, branch)
 
     def layer_codecs(
         self,
@@ -293,13 +268,13 @@ class CodecRuntime:
 
     def _codecs_of_step(self, has_references: bool) -> StepCodecs:
         """Return the codecs of this step, for layers with references or for those without."""
-        key = has_references, self.store.predicts
+        key = self.clock.step, has_references, self.store.predicts
         if key not in self._step_codecs:
             self._step_codecs[key] = self._new_step_codecs(*key)
         return self._step_codecs[key]
 
-    def _new_step_codecs(self, has_references: bool, predicts: bool) -> StepCodecs:
-        step, schedule = self.clock.step, self.schedule
+    def _new_step_codecs(self, step: int, has_references: bool, predicts: bool) -> StepCodecs:
+        schedule = self.schedule
         keyframe_codec = replace(schedule.keyframe_codec, predicts=predicts)
         codecs = schedule.codecs(step, self.clock.total, None if self._is_keyframe else self._bits)
         codecs = {name: replace(codec, predicts=codec.predicts and predicts) for name, codec in codecs.items()}

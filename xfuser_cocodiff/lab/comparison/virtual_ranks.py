@@ -96,7 +96,9 @@ class VirtualRanks:
         (query, key, value), layer = tensors, session.layers.find_layer()
         layer_codecs = None
         if layer and not arguments.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
-            session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")
+            session.runtime.inactive_reason = (
+                "K and V have other tokens than Q, and their distribution over ranks is unknown"
+            )
         elif layer and not arguments.joint_strategy:
             layer.count_call()
             parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])

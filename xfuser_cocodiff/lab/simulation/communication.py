@@ -18,7 +18,7 @@ from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.engine.topology.plans import Plan
-from xfuser_cocodiff.lab.simulation import assumed_change, exchange
+from xfuser_cocodiff.lab.simulation import assumed_change, coded_bytes, exchange
 from xfuser_cocodiff.lab.simulation.collectives import (
     all_gather,
     all_to_all,
@@ -241,7 +241,7 @@ class LayerCommunication:
         counts = zip(heads, tokens, strict=True)
         shapes = [(1, groups * scenario.rows, number, count, head_dim) for number, count in counts]
         branches = scenario.workload.rows_per_image
-        sizes = self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps, branches, self._bits)
+        sizes = coded_bytes.sent_bytes(self._schedule, names, shapes, _DTYPE, scenario.steps, branches, self._bits)
         return [num_links * size for size in sizes]
 
     def schedules(self, payloads: Payloads) -> list[Schedule]:

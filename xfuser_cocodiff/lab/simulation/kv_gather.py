@@ -9,6 +9,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation import coded_bytes
 from xfuser_cocodiff.lab.simulation.collectives import CommCost, all_gather, all_to_all, num_ranks_along
 from xfuser_cocodiff.lab.simulation.layer_time import Message
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
@@ -49,7 +50,7 @@ class KvGather:
         scenario, workload = self._scenario, self._scenario.workload
         tokens = self.num_fast * scenario.shard.keys
         shape = (1, scenario.rows, self.heads // workload.heads_per_kv_head, tokens, workload.head_dim)
-        return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps, workload.rows_per_image, bits)
+        return coded_bytes.sent_bytes(schedule, "kv", [shape] * 2, dtype, scenario.steps, workload.rows_per_image, bits)
 
     @property
     def layer_sizes(self) -> LayerSizes:

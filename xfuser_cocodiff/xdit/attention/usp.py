@@ -157,7 +157,7 @@ def _balances_heads(arguments: _USPArguments, session: Session) -> bool:
         and arguments.joint_strategy is None
     )
     if balances and session.runtime:
-        session.runtime.disable(
+        session.runtime.inactive_reason = (
             "--use_spargeattn_head_balance moves heads between ranks at each step; leave it out to compress"
         )
     return balances

@@ -329,7 +329,7 @@ class Session:
 
     def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
         """Return the codecs of a layer that has gathered K and V and cannot any more; see :meth:`layer_codecs`."""
-        self.runtime.drop_layer(id(layer), layer.branch)
+        self.runtime.store.drop(id(layer), layer.branch)
         if layer.call is not None:
             layer.call.layer_codecs = None
         return self.layer_codecs(layer, sizes)
@@ -349,7 +349,7 @@ class Session:
         if self.runtime is None or layer is None or layer.root.run is None or layer.is_repeated:
             return False
         if is_captured():
-            self.runtime.disable(
+            self.runtime.inactive_reason = (
                 "a CUDA graph is captured, which would repeat the codecs of one step; leave CUDA graphs out"
             )
             return False
