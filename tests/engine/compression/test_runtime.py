@@ -73,7 +73,7 @@ def test_an_aborted_run_leaves_no_references() -> None:
     set_reference(one.layer_codecs("a", 1, 0, SIZES), 7)
     one.begin_run(3)
     assert reference_value(one.layer_codecs("a", 1, 0, SIZES)) is None
-    assert one.step == 0
+    assert one.clock.step == 0
 
 
 def follow(one: CodecRuntime, *sizes: LayerSizes) -> bool:
