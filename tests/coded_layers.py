@@ -1,4 +1,4 @@
-"""Codecs of a layer at one step and coded tensors, for tests that need no runtime."""
+"""Codecs of a layer at one step and coded tensors, for tests that need no runtime; a reporter for those of runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCod
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.xdit.session.run_report import LoggingReporter
 
 _OF_STEP = ("keyframe_codec", "is_keyframe", "is_joint", "keeps_references", "has_exact_references")
 
@@ -68,3 +69,8 @@ class TwoNodes(AxisLayout):
     @property
     def is_asynchronous(self) -> bool:
         return devices.capabilities(self.device_type).is_asynchronous
+
+
+def reporter(logged: list[str], mode: str = "balanced") -> LoggingReporter:
+    """Return a reporter of runs on :class:`TwoNodes` that adds all of its messages to a list."""
+    return LoggingReporter(mode, None, [TwoNodes()], logged.append, logged.append)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.coded_layers import TwoNodes, add_errors
+from tests.coded_layers import TwoNodes, add_errors, reporter
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS, RateControl
@@ -138,7 +138,7 @@ def control(rank: int, device: str) -> tuple[list[float], float, str]:
         return tensor.tolist()
 
     logged: list[str] = []
-    runtime = CodecRuntime(TwoNodes(device_type=device), "balanced", None, summed, info=logged.append)
+    runtime = CodecRuntime(TwoNodes(device_type=device), "balanced", None, summed, reporter=reporter(logged))
     runtime.begin_run(STEPS)
     found = []
     for step in range(STEPS):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.coded_layers import encode
+from tests.coded_layers import encode, reporter
 from xfuser_cocodiff.engine.codec.active_tokens import select_tokens
 from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor, decode
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
@@ -88,8 +88,7 @@ class Run:
             None,
             list,
             memory_budget=budget,
-            info=self.logged.append,
-            warn=self.logged.append,
+            reporter=reporter(self.logged),
             device_memory=memory,
             min_over_ranks=min_over_ranks,
         )

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.coded_layers import TwoNodes, add_errors
+from tests.coded_layers import TwoNodes, add_errors, reporter
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.codec import coded_tensor, kernels
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
@@ -205,7 +205,9 @@ def test_layers_are_coded_where_links_save_more_than_the_host_adds(gathers_kv: b
     """Without codecs, half of Q, K, V and O crosses two nodes; a coded message has a tenth of the bytes."""
     logged: list[str] = []
     cost = CodingCost(link_seconds_per_byte=1e-6, host_seconds_per_tensor=1e-3)
-    one = CodecRuntime(TwoNodes(device_type="cuda", coding_cost=cost), "balanced", None, list, info=logged.append)
+    one = CodecRuntime(
+        TwoNodes(device_type="cuda", coding_cost=cost), "balanced", None, list, reporter=reporter(logged)
+    )
     for _ in range(2):
         one.begin_run(3)
         coded = []
@@ -315,7 +317,7 @@ def steps_with_errors(one: CodecRuntime, count: int) -> None:
 def test_every_run_says_its_error_and_bits(device: str, steps: int, error: int) -> None:
     """Over the tensors and all steps of the run, with the errors of FP8 and FP4 at the first step of the first run."""
     logged: list[str] = []
-    one = CodecRuntime(TwoNodes(device_type=device), "balanced", None, list, info=logged.append)
+    one = CodecRuntime(TwoNodes(device_type=device), "balanced", None, list, reporter=reporter(logged))
     for _ in range(2):
         one.begin_run(steps)
         steps_with_errors(one, steps)
@@ -327,7 +329,7 @@ def test_every_run_says_its_error_and_bits(device: str, steps: int, error: int) 
 
 def test_a_run_that_was_interrupted_says_which_steps_its_error_covers() -> None:
     logged: list[str] = []
-    one = CodecRuntime(TwoNodes(), "balanced", None, list, info=logged.append)
+    one = CodecRuntime(TwoNodes(), "balanced", None, list, reporter=reporter(logged))
     one.begin_run(4)
     steps_with_errors(one, 2)
     one.begin_run(4, step=2)
@@ -352,7 +354,9 @@ def test_only_the_last_step_is_an_end_that_all_ranks_reach(total: int | None) ->
     """Where a run ends elsewhere, others may not follow in a collective."""
     logged: list[str] = []
     summed: list[list[float]] = []
-    one = CodecRuntime(TwoNodes(), "paper", None, lambda values: summed.append(values) or values, info=logged.append)
+    one = CodecRuntime(
+        TwoNodes(), "paper", None, lambda values: summed.append(values) or values, reporter=reporter(logged, "paper")
+    )
     one.begin_run(total)
     steps_with_errors(one, 3)
     one.end_run(is_complete=True)
@@ -444,7 +448,7 @@ def test_another_transformer_drops_references_of_the_one_before(order: str, keyf
 def test_the_memory_budget_covers_the_current_transformer_only() -> None:
     logged: list[str] = []
     need = ReferenceBytes.of(SIZES, modes.BALANCED, 2).predicted
-    one = CodecRuntime(TwoNodes(), "balanced", None, list, memory_budget=need, info=logged.append, warn=logged.append)
+    one = CodecRuntime(TwoNodes(), "balanced", None, list, memory_budget=need, reporter=reporter(logged))
     one.begin_run(20)
     for transformer in "aabb":
         assert one.layer_codecs("attn", transformer, 0, SIZES, transformer) is not None

@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
 from xfuser_cocodiff.engine.compression.run_clock import RunClock
-from xfuser_cocodiff.engine.compression.run_report import RunReporter
+from xfuser_cocodiff.engine.compression.run_reporter import RunReporter
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StartedReport, StepReport
@@ -29,8 +29,7 @@ class CodecRuntime:
         overrides: changes to the mode's schedule, in its notation.
         sum_over_ranks: returns the sum over all ranks that share the sequence for each of some numbers.
         memory_budget: bytes that link references may take on each rank; None for the default.
-        info: logs what is normal.
-        warn: logs what a user should act on.
+        reporter: reports the runs to the user; None to report nothing.
         ring_partition: slow and fast axes of the ring; None if it has no slow axis.
         device_memory: reads the memory of this rank's device, see :class:`ReferenceStore`.
         min_over_ranks: returns the minimum over all ranks for each of some numbers; of one rank if not given.
@@ -43,8 +42,7 @@ class CodecRuntime:
         overrides: str | None,
         sum_over_ranks: Callable[[list[float]], list[float]],
         memory_budget: int | None = None,
-        info: Callable[[str], None] = lambda message: None,
-        warn: Callable[[str], None] = lambda message: None,
+        reporter: RunReporter | None = None,
         ring_partition: AxisLayout | None = None,
         device_memory: Callable[[], DeviceMemory | None] | None = None,
         min_over_ranks: Callable[[list[float]], list[float]] = list,
@@ -61,8 +59,7 @@ class CodecRuntime:
         self.store = ReferenceStore(self.schedule, self.clock, *layouts, memory_budget, device_memory, min_over_ranks)
         """Link references of the run in progress."""
         partitions = [each for each in layouts if each]
-        names = (name for each in partitions for name in each.slow_axis_names)
-        self.reporter = RunReporter(mode, overrides, self.schedule, names, info, warn)
+        self.reporter = reporter or RunReporter()
         self._checks_after_step = any(each.is_asynchronous for each in partitions)
         """Whether values that are not finite are detected at the end of a step only, as on accelerators."""
         self._recovers = False

@@ -29,6 +29,7 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import exchanges, host_description, kernel_check, ring_groups, simulator, usp_versions
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
+from xfuser_cocodiff.xdit.session.run_report import LoggingReporter
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 from xfuser_cocodiff.xdit.session.start_line import start_line
 from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig
@@ -374,14 +375,14 @@ def new_runtime(
         all_reduce: reduces numbers over all ranks that share the sequence by "sum" or "min".
         ring_partition: slow and fast axes of the ring; None if it has no slow axis.
     """
+    partitions = partition, ring_partition
     return CodecRuntime(
         partition,
         config.mode,
         config.schedule,
         lambda values: all_reduce(values, "sum"),
         memory_budget=config.memory_budget,
-        info=info_always,
-        warn=warn_always,
+        reporter=LoggingReporter(config.mode, config.schedule, partitions, info_always, warn_always),
         ring_partition=ring_partition,
         device_memory=device_memory.reader(compute_device().type),
         min_over_ranks=lambda values: all_reduce(values, "min"),

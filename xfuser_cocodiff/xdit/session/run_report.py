@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Iterable
 
-from xfuser_cocodiff.engine.compression import run_messages
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
+from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
+from xfuser_cocodiff.engine.compression.run_reporter import RunReporter
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
+from xfuser_cocodiff.xdit.session import run_messages
 
 
-class RunReporter:
+class LoggingReporter(RunReporter):
     """Logs memory and the schedule once each, and the error of every run.
 
     Args:
         mode: mode of the runs.
         overrides: changes to its schedule, in its notation.
-        schedule: schedule of the runs.
-        slow_axes: names of all slow axes.
+        partitions: slow and fast axes of the Ulysses group and of the ring; None where one has no slow axis.
         info: logs what is normal.
         warn: logs what a user should act on.
     """
@@ -24,12 +25,13 @@ class RunReporter:
         self,
         mode: str,
         overrides: str | None,
-        schedule: CodecSchedule,
-        slow_axes: Iterable[str],
+        partitions: Iterable[AxisLayout | None],
         info: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._mode, self._overrides, self._schedule, self._slow_axes = mode, overrides, schedule, tuple(slow_axes)
+        self._mode, self._overrides = mode, overrides
+        self._schedule = CodecSchedule.parse(overrides, PRESETS[mode]) if overrides else PRESETS[mode]
+        self._slow_axes = [name for each in partitions if each for name in each.slow_axis_names]
         self.info, self.warn = info, warn
         self._logged: set[str] = set()
         """Messages that are not logged again."""
@@ -41,13 +43,7 @@ class RunReporter:
         self._logged_states = 0
 
     def log_step(self, report: StepReport, store: ReferenceStore, total: int | None) -> None:
-        """Log what a step has changed.
-
-        Args:
-            report: report of the step.
-            store: link references of the run.
-            total: number of steps; None if unknown.
-        """
+        """Log messages about layers that are new, and the schedule once a layer was coded by it."""
         if len(store.states) > self._logged_states:
             self._log_layers(store)
             self._logged_states = len(store.states)
