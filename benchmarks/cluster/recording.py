@@ -30,7 +30,6 @@ from benchmarks.cluster.rules import Rule
 from benchmarks.cluster.variants import Variant
 from benchmarks.full_size import transformer as full_size
 from benchmarks.full_size.transformer import FullSizeTransformer
-from xfuser_cocodiff.engine.attention import overlap_schedule
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
@@ -40,6 +39,7 @@ from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.layers import schedule_candidates
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
@@ -217,7 +217,7 @@ class Recorder:
         """Record a step by each other candidate that autotuning would compare with the plugin's schedule."""
         candidates = [each.candidates for each in session.layers.signatures if each.candidates]
         undecided = [each for each in candidates if each.chosen is None]
-        for index in overlap_schedule.distinct_candidates(undecided)[1:]:
+        for index in schedule_candidates.distinct_candidates(undecided)[1:]:
             for each in undecided:
                 each.candidate = index
             step()  # V of the first block was still sent by the other schedule
@@ -225,7 +225,7 @@ class Recorder:
             recording.programs[alternative] = step()
             recording.alternatives.setdefault(name, []).append(alternative)
         for each in undecided:
-            each.candidate = overlap_schedule.PLUGIN
+            each.candidate = schedule_candidates.PLUGIN
         if undecided:
             step()
 

@@ -10,8 +10,8 @@ from tests.quick import slow
 from tests.xdit.attention.test_gathered_usp import STEPS, Case, Run
 from tests.xdit.attention.test_head_group_choice import ACCELERATOR, LINKS
 from tests.xdit.attention.test_head_group_choice import Run as TimedRun
-from xfuser_cocodiff.engine.attention.overlap_schedule import ScheduleCandidates
 from xfuser_cocodiff.engine.autotune import plan_selection
+from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.session.session import Session
 
 COARSE = "bits=2,predictor=0"

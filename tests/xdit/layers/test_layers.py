@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.xdit.layers import layer, v_source
 from xfuser_cocodiff.xdit.layers.call_wrapper import CallWrapper
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_signature import MAX_SIGNATURES, LayerSignatures
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
+from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.layers.v_source import Copied, Source, find_recipe
 from xfuser_cocodiff.xdit.patching import host, symbol_lookup
 

@@ -10,10 +10,11 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import start, use_config
-from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, OverlapSchedule, ScheduleCandidates
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.layers.schedule_candidates import PLUGIN, STOCK, ScheduleCandidates
 from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State, rounds

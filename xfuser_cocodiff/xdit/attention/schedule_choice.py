@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
+from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.session.session import Session
 

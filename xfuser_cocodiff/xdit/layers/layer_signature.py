@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_source
 
 MAX_SIGNATURES = 128

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, ScheduleCandidates, distinct_candidates
 from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.xdit.layers.schedule_candidates import PLUGIN, ScheduleCandidates, distinct_candidates
 
 PASSES = 4
 """Passes over all candidates. The first one allocates memory, and does not count."""
