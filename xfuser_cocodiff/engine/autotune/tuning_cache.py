@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm.rank_results import gather_results
 from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
@@ -101,17 +101,14 @@ def load_shared(
         own: description of this rank as JSON values: its host and its device.
         folder: where rank 0 reads its file and saves new results; not used by other ranks.
     """
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * group.size()
-        dist.all_gather_object(values, value, group=group)
-        return values
-
     is_first = group.rank() == 0
-    with failure_detection.report_failed_ranks(group, "tuning cache"):
-        empty = TuningCache({**common, "ranks": gather(own)})
+    empty = TuningCache({**common, "ranks": gather_results(lambda: own, group, "tuning cache")})
+
+    def read() -> dict[str, Any] | None:
         saved = load(empty.file(folder)) if is_first and folder else None
-        contents = gather(saved.to_json() if saved and saved.machine == empty.machine else None)[0]
+        return saved.to_json() if saved and saved.machine == empty.machine else None
+
+    contents = gather_results(read, group, "tuning cache")[0]
     cache = TuningCache.from_json(contents) if contents else empty
     cache.folder = folder if is_first else None
     return cache
