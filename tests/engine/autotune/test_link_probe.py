@@ -133,7 +133,8 @@ def test_links_have_the_bandwidth_and_latency_that_explain_the_times(monkeypatch
         return launch + (size - 1) * latency + message * (size - 1) / size / bandwidth
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-    profile = probe._measure_links(1e9)
+    monkeypatch.setattr(probe, "_copy_speed", lambda: 1e9)
+    profile = probe.measure()
     assert profile.launch_seconds == pytest.approx(launch, rel=0.05)
     for link, (latency, bandwidth) in zip(profile.links, real.values(), strict=True):
         assert link.latency_seconds == pytest.approx(latency, rel=0.05)
@@ -179,7 +180,8 @@ def is_slow(gigabytes: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> boo
     without_memory = functools.partial(torch.empty, dtype=torch.uint8, device="meta")
     monkeypatch.setattr(link_probe.torch, "zeros", lambda *sizes, **_: without_memory(sizes))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: links.now))
-    profile = probe._measure_links(1e12)
+    monkeypatch.setattr(probe, "_copy_speed", lambda: 1e12)
+    profile = probe.measure()
     assert links.now < 1, "seconds of a probe"
     return profile.with_codec(4e11, 0.0).slow_axes == ("node", "gpu")
 
@@ -196,7 +198,7 @@ def failing_probe(rank: int) -> Profile:
     mesh = Mesh.over(dist.group.WORLD, Topology.flat(2))
     if rank == 1:
         link_probe._COPIED_BYTES = {False: 2**60}
-    return link_probe.measure_links(mesh, CPU)
+    return link_probe.Probe(mesh, CPU).measure()
 
 
 def test_failure_of_one_rank_is_the_error_of_all() -> None:
@@ -213,4 +215,4 @@ def test_links_are_measured_without_the_codec() -> None:
 
 def measure_without_codec(rank: int) -> Profile:
     with mock.patch.object(kernels, "_kernels", side_effect=AssertionError):
-        return link_probe.measure_links(Mesh.over(dist.group.WORLD, Topology.parse("2x1", 2)), CPU)
+        return link_probe.Probe(Mesh.over(dist.group.WORLD, Topology.parse("2x1", 2)), CPU).measure()

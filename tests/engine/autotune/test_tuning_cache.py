@@ -100,7 +100,7 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     expected, cache = step(), Path(folder) if rank == 0 else None
     slow = ("node",) if mode != "exact" else ()
     config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
-    with mock.patch.object(link_probe, "measure_links", side_effect=link_probe.measure_links) as probed:
+    with mock.patch.object(link_probe, "Probe", side_effect=link_probe.Probe) as probed:
         session = starting.create_session(group, config)
     bare_runtime.use_session(session)
     session.runs.begin(50)

@@ -48,7 +48,7 @@ def make_work(name: str) -> Callable[[], object]:
     plans = None if name == "probe" else [Plan.parse(name, topology)]
     mesh = Mesh.over(group, topology, plans, timeout=timedelta(seconds=3))
     if name == "probe":
-        return lambda: link_probe.measure_links(mesh, cpu)
+        return lambda: link_probe.Probe(mesh, cpu).measure()
     return lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh)
 
 

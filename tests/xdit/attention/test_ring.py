@@ -256,7 +256,7 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     options = ring_options("outer", cocodiff_mode="exact")
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
-    with mock.patch.object(link_probe, "measure_links", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
+    with mock.patch.object(link_probe.Probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
         run = LossyRun(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
     exact = run()
     sent = active().traffic.sent_bytes

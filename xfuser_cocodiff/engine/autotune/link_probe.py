@@ -49,11 +49,6 @@ class Sample(NamedTuple):
     """Time by which the large message exceeds the tiny one."""
 
 
-def measure_links(mesh: Mesh, device: torch.device, host_group: dist.ProcessGroup | None = None) -> Profile:
-    """Measure the link profile of a mesh without the codec; see :class:`Probe`."""
-    return Probe(mesh, device, host_group).measure()
-
-
 class Probe:
     """Measurement of the link profile of a mesh. All ranks must call its methods in the same order.
 
@@ -77,10 +72,7 @@ class Probe:
         Raises:
             RankError: a rank cannot allocate or copy messages; on every rank, before the first collective.
         """
-        return self._measure_links(min(gather_results(self._copy_speed, self._host_group, "link probe")))
-
-    def _measure_links(self, copy_speed: float) -> Profile:
-        """Measure the profile of collectives, given the speed of copies."""
+        copy_speed = min(gather_results(self._copy_speed, self._host_group, "link probe"))
         topology = self.mesh.topology
         samples = [self._sample(stage) if stage else None for stage in self._axes]
         flat = Plan.flat(topology).stages[0]

@@ -173,7 +173,7 @@ def _link_profile(
     if profile is None and (config.plan is None or measures_axes):
         # The probe needs groups for all axes, and the mesh of a named plan has those of its own stages only.
         probed = _new_mesh(config, device, group, config.topology) if config.plan else setup.mesh
-        profile = link_probe.measure_links(probed, device, host_group)
+        profile = link_probe.Probe(probed, device, host_group).measure()
     if profile and measures_axes and measure_codec and _needs_codec(profile, max_over_all):
         profile = profile.with_codec(*measure_codec())
     if not config.profile:
