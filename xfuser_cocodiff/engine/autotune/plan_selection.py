@@ -33,8 +33,6 @@ class CommSetup:
     """Tuning results of the machine."""
     profile: Profile | None = None
     """Link profile, measured or given; None where none is needed."""
-    synchronous: bool = False
-    """Whether the backend blocks the host in each collective, so that nothing overlaps."""
     flat_mesh: Mesh | None = None
     """The same mesh with flat collectives, as in stock xDiT; None if the config names a plan or no links are known."""
     gather: AxisPartition | None = None
@@ -75,7 +73,7 @@ def set_up_comm(
     mesh = _new_mesh(config, device, group, config.topology, _plans_of(config))
     if parent:
         mesh = mesh.as_part_of(parent, "+".join(axis.name for axis in reversed(config.topology.axes)))
-    setup = CommSetup(mesh, None, cache or TuningCache({}), synchronous=config.synchronous)
+    setup = CommSetup(mesh, None, cache or TuningCache({}))
     if group.size() == 1:
         return setup
     setup.profile = profile = _link_profile(group, config, device, setup, max_over_all, host_group, measure_codec)

@@ -52,7 +52,8 @@ def choose_schedules(
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
     nbytes = query.nbytes + key.nbytes + value.nbytes
     pays_off = fixed is None and signature.ready and policy.sends_early(value.nbytes, nbytes)
-    has_mlp = signature.has_parallel_mlp and fixed is not False and not session.comm_setup.synchronous
+    is_synchronous = session.config is not None and session.config.synchronous
+    has_mlp = signature.has_parallel_mlp and fixed is not False and not is_synchronous
     sizes = [value.nbytes, query.nbytes + key.nbytes] if pays_off else [nbytes]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
     # Links differ between the Ulysses groups of a ring, and hooks of the MLP between ranks.
