@@ -87,9 +87,11 @@ def set_up_comm(
         rules = _with_gather_rules(rules, config, profile, slow_axes, gathered_axes)
     setup.mesh = replace(mesh, policy=rules)
 
-    def partition(axes: tuple[str, ...]) -> AxisPartition | None:
-        return _partition(group, config, device, setup.mesh, profile, axes) if axes else None
+    def part(part_group: dist.ProcessGroup, topology: Topology) -> Mesh:
+        made = _new_mesh(config, device, part_group, topology)
+        return replace(made, policy=plan_policy.planned(profile.restrict_to(topology))) if profile else made
 
+    partition = functools.partial(AxisPartition.over, group, setup.mesh, make_mesh=part)
     setup.partition = partition(slow_axes)
     if setup.partition and profile and config.slow_axes is None:
         cost = CodingCost.of(profile, slow_axes)
@@ -212,20 +214,3 @@ def _gathered_axes(config: CommConfig, slow_axes: tuple[str, ...], tries_lossles
         return config.plan.gathered_axes
     moving = config.topology.moving_axes
     return moving[:1] if tries_lossless and len(moving) > 1 else ()
-
-
-def _partition(
-    group: dist.ProcessGroup,
-    config: CommConfig,
-    device: torch.device,
-    mesh: Mesh,
-    profile: Profile | None,
-    slow_axes: tuple[str, ...],
-) -> AxisPartition | None:
-    """Return the slow and fast axes of a mesh, each with a mesh of its own."""
-
-    def part(part_group: dist.ProcessGroup, topology: Topology) -> Mesh:
-        made = _new_mesh(config, device, part_group, topology)
-        return replace(made, policy=plan_policy.planned(profile.restrict_to(topology))) if profile else made
-
-    return AxisPartition.over(group, mesh, slow_axes, part)
