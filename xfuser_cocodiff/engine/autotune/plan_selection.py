@@ -129,7 +129,7 @@ def _with_gather_rules(
     try it."""
     if slow_axes and policy.splits_heads:
         pays = functools.partial(head_groups.gathered_head_groups_pay, profile, gathered_axes)
-        return replace(policy, splits_gathered_heads=pays)
+        return replace(policy, splits_heads=pays)
     if not slow_axes and config.plan is None:
         return replace(policy, gathers_kv=functools.partial(planner.gather_pays, profile, gathered_axes))
     return policy

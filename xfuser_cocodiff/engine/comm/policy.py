@@ -23,9 +23,8 @@ class PlanPolicy:
     that would contain it, in bytes."""
     splits_heads: Callable[[int, int, int, int], bool] | None = None
     """Whether so many head groups are worth timing against fewer, given the sizes of Q, K and V and of O in bytes,
-    and both numbers. None where they are not tried: on CPUs, and where the links are unknown."""
-    splits_gathered_heads: Callable[[int, int, int, int], bool] | None = None
-    """As `splits_heads`, for coded layers that gather K and V."""
+    and both numbers. Of coded layers, it is asked of those that gather K and V. None where they are not tried: on CPUs,
+    and where the links are unknown."""
     gathers_kv: Callable[[Sequence[int], Sequence[int]], bool] | None = None
     """Whether it is worth timing to gather K and V along the outermost axes, given the sizes of Q, K and V in bytes as
     they are sent by heads, and with gathered K and V. None where it is not tried."""

@@ -49,12 +49,11 @@ def head_groups_to_check(
     if cached:
         return [cached.groups] if cached.groups > 1 and not any(number % cached.groups for number in heads) else []
     numbers, policy = head_groups.divisors_to_try(*heads), session.mesh.policy
-    splits_heads = policy.splits_gathered_heads if gathers_kv else policy.splits_heads
-    if splits_heads is None or not numbers:
+    if policy.splits_heads is None or not numbers:
         return []
     input_bytes = query.nbytes + key.nbytes + value.nbytes
     pays = [
-        splits_heads(input_bytes, query.nbytes, groups, fewer)
+        policy.splits_heads(input_bytes, query.nbytes, groups, fewer)
         for fewer, groups in zip([1, *numbers], numbers, strict=False)
     ]
     # Links differ between the Ulysses groups of a ring, and each check of a number runs the ring's collectives.
