@@ -19,7 +19,7 @@ def timeouts(rank: int) -> list[float]:
     """Return the timeouts of a new group, after a change, and of an agreement on that group's device."""
     group = dist.new_group(timeout=timedelta(seconds=33))
     found = [groups.timeout_of(group, CPU)]
-    groups.set_timeout(group, timedelta(seconds=22))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=22), group)
     found.append(groups.timeout_of(group, CPU))
     sequence = SimpleNamespace(cpu_group=dist.group.WORLD, device_group=group)
     done = SimpleNamespace(wait=found.append)

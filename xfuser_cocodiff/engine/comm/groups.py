@@ -70,8 +70,3 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # a backend without options, or none for the device
         return (default_pg_nccl_timeout if device.type == "cuda" else None) or default_pg_timeout
-
-
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of a group's collectives, for backends that support it (gloo, NCCL)."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)

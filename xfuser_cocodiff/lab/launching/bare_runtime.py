@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.comm.groups import set_timeout
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.lab.launching import stock_traffic
 from xfuser_cocodiff.xdit.integration import activation
@@ -48,7 +47,7 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
     group, *subgroups = [dist.group.WORLD, *process_groups()]
     if timeout:
         for each in (group, *subgroups):
-            set_timeout(each, timedelta(seconds=timeout))
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), each)
     return group
 
 
