@@ -168,8 +168,7 @@ class CommStream(ABC):
         """Start a single collective and return the function that waits for it."""
         return self._execute(label, _in_range(lambda: begin()(), label), is_blocking)
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (a stream needs no end)
         """Release what the comm stream holds; it can be used again."""
 
 
@@ -254,9 +253,6 @@ class DeviceStream(CommStream):
     def _has_deadlines(self) -> bool:
         """Return whether a late operation can be noticed; not in the capture of a graph, whose events have no state."""
         return bool(self._ranks) and failure_detection.is_heartbeat_running() and not devices.is_captured(self.device)
-
-    def close(self) -> None:
-        """Do nothing: a stream needs no end."""
 
 
 def _in_range(work: Callable[[], T], label: Label) -> Callable[[], T]:

@@ -75,11 +75,6 @@ class Mesh:
         comm_stream = CommStream.on(device, staged, ranks, first.total_seconds())
         return cls(topology, Stages(groups, device, staged, timeout), PlanPolicy(lambda _: plans[0]), comm_stream)
 
-    @functools.cached_property
-    def hierarchical_plan(self) -> Plan:
-        """Plan of one stage per axis, used to lay out buffers for which no plan has been chosen."""
-        return Plan.hierarchical(self.topology)
-
     @property
     def traffic(self) -> Traffic:
         """Statistics of all messages."""
