@@ -18,6 +18,7 @@ from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, message_layout
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.send_buffer import SendBuffer
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
@@ -133,7 +134,7 @@ def test_coded_layer_moves_few_bytes(slow: str) -> None:
 def allocated_by_step(rank: int, slow: str, is_coded: bool, steps: int) -> list[Counter[str]]:
     """Return the bytes that each step of a layer allocates on the device, by operation; attention allocates nothing."""
     keyframe, coded = (dict.fromkeys("qkvo", each) for each in (Codec(8, is_keyframe=True), Codec(2, predicts=True)))
-    found, link_states, errors = [], {}, StepErrors()
+    found, link_states, errors, send_buffer = [], {}, StepErrors(), SendBuffer()
     with MockDevice() as mock_device, mock_device.by_triton():
         make_tables()
         mesh, partition = partition_of(slow, False)
@@ -141,8 +142,8 @@ def allocated_by_step(rank: int, slow: str, is_coded: bool, steps: int) -> list[
         for step in range(steps):
             codecs_of, layer_codecs = coded if step else keyframe, None
             if is_coded:
-                how = {"step": step, "errors": errors, "gathers_kv": slow == GATHERED}
-                layer_codecs = coded_layers.layer_codecs(partition, codecs_of, link_states, **how)
+                how = {"errors": errors, "send_buffer": send_buffer, "gathers_kv": slow == GATHERED}
+                layer_codecs = coded_layers.layer_codecs(partition, codecs_of, link_states, step=step, **how)
             mock_device.allocated.clear()
             gather = partition if slow == GATHERED else None
             ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=gather)

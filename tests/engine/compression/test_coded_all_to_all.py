@@ -267,7 +267,7 @@ def test_repeating_v_alone_keeps_its_selection(bad: set[int], sender: int, codec
 
 
 def abandon(rank: int, how: str, codec: Codec) -> None:
-    """Wait for no handle of one all-to-all: on one rank, or on all ranks, whose attention fails."""
+    """Wait for no handle of one all-to-all: on one rank, or on all, whose attention fails, or what runs beside it."""
     topology, size, is_exact = Topology.parse("2x2", 4), 4, is_v_major(codec)
     mesh, partition = mesh_and_partition(topology, ("node",))
     pairs, link_states, stats = Pairs(topology, ("node",), is_exact=is_exact), {}, CodecStats()
@@ -281,9 +281,10 @@ def abandon(rank: int, how: str, codec: Codec) -> None:
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         all_expected = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=codecs)
-        if step == 2 and how == "attention":
+        if step == 2 and how != "one rank":
+            ulysses = UlyssesAttention(mesh, early_value=early, layer_codecs=codecs)
             with pytest.raises(InterruptedError):
-                UlyssesAttention(mesh, early_value=early, layer_codecs=codecs).run(q, k, v, fail)
+                ulysses.run(q, k, v, fail, overlapped=fail if how == "beside" else None)
             continue
         late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=codecs)
         if step == 2 and rank == 1:
@@ -295,10 +296,36 @@ def abandon(rank: int, how: str, codec: Codec) -> None:
         assert step == 0 or stats.sent_bytes < stats.exact_bytes
 
 
-@pytest.mark.parametrize(("how", "codec"), [("attention", Codec(2)), ("one rank", Codec(None, 0.5))], ids=str)
+@pytest.mark.parametrize(
+    ("how", "codec"), [("attention", Codec(2)), ("one rank", Codec(None, 0.5)), ("beside", Codec(None, 0.5))], ids=str
+)
 def test_abandoned_exchanges_keep_references_equal(how: str, codec: Codec) -> None:
     """Continue with equal references after handles that nobody waits for."""
     ranks.run(abandon, 4, how, codec)
+
+
+def run_in_contexts(rank: int, contexts: list[str]) -> None:
+    """Run a coded layer once in each context of autograd."""
+    mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
+    runtime = CodecRuntime(partition, "fast", None, list)
+    for name in contexts:
+        with getattr(torch, name)():
+            runtime.begin_run(STEPS)
+            for step in range(STEPS):
+                mine = [cut(whole(each, step), 2, 4, rank).clone() for each in "qkv"]
+                if torch.is_grad_enabled():
+                    mine = [1 * each.requires_grad_() for each in mine]
+                codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*mine))
+                found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=codecs).wait()
+                assert not any(each.requires_grad for each in found)
+                assert all(each.isfinite().all() for each in found)
+                runtime.end_step()
+            assert all(report.sent_bytes < report.exact_bytes for report in runtime.reports)
+
+
+def test_runs_may_be_in_any_mode_of_autograd() -> None:
+    """A sampler may enable gradients, and a warm-up be in another mode than the runs after it."""
+    ranks.run(run_in_contexts, 4, ["inference_mode", "no_grad", "enable_grad", "inference_mode"])
 
 
 @pytest.mark.parametrize(

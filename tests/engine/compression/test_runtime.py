@@ -67,6 +67,27 @@ def test_references_belong_to_a_layer_and_branch_of_one_run() -> None:
     assert one.store.nbytes == 0
 
 
+def test_the_memory_of_messages_ends_with_the_run() -> None:
+    one, buffers = runtime(), []
+    for _ in range(2):
+        one.begin_run(3)
+        buffers += [one.layer_codecs("a", 1, 0, SIZES).send_buffer for _ in range(2)]
+        one.end_run()
+    assert buffers[0] is buffers[1] is not buffers[2] is buffers[3]
+
+
+def test_what_a_dropped_layer_has_sent_is_reported() -> None:
+    """As when it has gathered V and then sends by heads."""
+    one = runtime()
+    one.begin_run(3)
+    for _ in range(2):
+        send(one.layer_codecs("a", 1, 0, SIZES), (4.0, 1e4))
+        one.store.drop(1, 0)
+    one.end_step()
+    one.end_step()
+    assert [(len(report.tensor_errors.get("v", ())), report.sent_bytes) for report in one.reports] == [(2, 20), (0, 0)]
+
+
 def test_an_aborted_run_leaves_no_references() -> None:
     one = runtime()
     one.begin_run(3)

@@ -169,8 +169,9 @@ class UlyssesAttention:
 
     def drain(self) -> None:
         """Wait for everything that is still in flight and drop the results."""
+        # V first, as for decoding: the tokens that its codec selected apply to Q and K too.
         early = [self._early_value] if self._early_value else []
-        in_flight: list[Handle[Any]] = [*self._inputs, *self._outputs, *early]
+        in_flight: list[Handle[Any]] = [*early, *self._inputs, *self._outputs]
         for handle in in_flight:
             handle.drain()
 

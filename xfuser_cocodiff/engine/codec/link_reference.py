@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from xfuser_cocodiff.engine.codec.memory import lasting
 from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows, Prediction, rows_of
 
 _INITIAL_GAIN = GAIN_STEPS // 2
@@ -58,9 +59,7 @@ class LinkReference:
         if not predicts:
             return Prediction(self._current)
         if self.gains is None:
-            self.gains = torch.full(
-                self.shape[:1], _INITIAL_GAIN, dtype=torch.uint8, device=self._current.levels.device
-            )
+            self.gains = lasting(self.shape[:1], torch.uint8, self._current.levels.device).fill_(_INITIAL_GAIN)
         return Prediction(self._current, self._previous, self.gains)
 
     def memory(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, keeps_previous: bool) -> Int8Rows:

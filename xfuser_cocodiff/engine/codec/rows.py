@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff.engine.codec.memory import lasting
 from xfuser_cocodiff.engine.codec.quantize import from_int8, level_bytes, to_int8, tokens_per_row
 
 
@@ -33,8 +34,8 @@ class Int8Rows(NamedTuple):
     @classmethod
     def empty(cls, links: int, rows: int, size: int, device: torch.device) -> "Int8Rows":
         """Return memory for rows of `size` values."""
-        levels = torch.empty(links, rows, size, dtype=torch.int8, device=device)
-        return cls(levels, torch.empty(links, rows, dtype=torch.uint8, device=device))
+        levels = lasting((links, rows, size), torch.int8, device)
+        return cls(levels, lasting((links, rows), torch.uint8, device))
 
     def write(self, values: torch.Tensor) -> None:
         """Replace the rows by those of float32 values (L, R, N)."""

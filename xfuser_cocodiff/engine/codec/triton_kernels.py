@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from xfuser_cocodiff.engine.codec import quantize
+from xfuser_cocodiff.engine.codec.memory import lasting
 from xfuser_cocodiff.engine.codec.rows import MessagePart, PayloadLayout, num_links, rows_of, sample_stride
 from xfuser_cocodiff.engine.codec.triton_decoder import decode_kernel
 from xfuser_cocodiff.engine.codec.triton_encoder import encode_kernel
@@ -154,14 +155,14 @@ class _Scratch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(_MAX_TENSORS, dtype=torch.int32, device=device)
+        self.counters = lasting((_MAX_TENSORS,), torch.int32, device).zero_()
         """Counters of ended programs: each launch leaves zeros."""
-        self._sums = torch.empty(0, 4, dtype=torch.float32, device=device)
+        self._sums = lasting((0, 4), torch.float32, device)
 
     def sums(self, programs: int) -> torch.Tensor:
         """Return memory for the sums of each program, float32 (programs or more, 4)."""
         if len(self._sums) < programs:
-            self._sums = self._sums.new_empty(programs, 4)
+            self._sums = lasting((programs, 4), torch.float32, self._sums.device)
         return self._sums
 
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.comm.groups import subgroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression.send_buffer import SendBuffer
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -69,8 +68,6 @@ class AxisPartition(AxisLayout):
     """Mesh of the slow axes."""
     fast: Mesh | None
     """Mesh of the fast axes; None if all axes are slow."""
-    send_buffer: SendBuffer = field(default_factory=SendBuffer, compare=False, kw_only=True)
-    """Memory of the message that is being sent."""
 
     @classmethod
     def over(

@@ -11,8 +11,10 @@ import torch
 from xfuser_cocodiff.engine.codec import rows
 from xfuser_cocodiff.engine.codec.active_tokens import ActiveTokens
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
+from xfuser_cocodiff.engine.codec.memory import lasting
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.send_buffer import SendBuffer
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 
@@ -56,7 +58,7 @@ class LinkState:
         """Return a copy of values, in the memory of those that were kept before if it fits."""
         before = self.sent_values.kept if self.sent_values else None
         if before is None or before.shape != values.shape or before.dtype != values.dtype:
-            return values.clone(memory_format=torch.contiguous_format)
+            before = lasting(values.shape, values.dtype, values.device)
         return before.copy_(values)
 
     def drop_kept(self) -> None:
@@ -114,6 +116,8 @@ class LayerCodecs:
     """Whether other branches of this layer follow in this step, for which sent values are kept."""
     batched_branches: int = 1
     """Number of branches that each call has in its batch, one after the other; the first leads the others."""
+    send_buffer: SendBuffer = field(default_factory=SendBuffer)
+    """Memory of the message that is being sent."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
 

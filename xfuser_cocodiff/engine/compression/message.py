@@ -74,11 +74,12 @@ class Message:
         self._parts: list[_Part] = []
         self._layout: MessageLayout | None = None
 
+    @torch.no_grad()
     def encode(self) -> torch.Tensor:
         """Choose codecs and active tokens, encode the values, and mark the link states as in flight.
 
         Returns:
-            uint8 (P, bytes), in memory that the next message of the partition uses again. Local slots have the flag
+            uint8 (P, bytes), in memory that the next message of the run uses again. Local slots have the flag
             only.
         """
         # V first: it selects the active tokens of Q and K. A branch that leads others is before them.
@@ -86,8 +87,7 @@ class Message:
         self._parts = [self._part(name, values) for name, values in by_name]
         for part in self._parts:
             part.state.in_flight = True
-        partition = self._layer_codecs.partition
-        buffer = self._encode(partition.send_buffer.view if partition else _new_buffer)
+        buffer = self._encode(self._layer_codecs.send_buffer.view)
         for part in self._parts:
             self._layer_codecs.release_sent(part.name, self._head_group)
         return buffer
@@ -137,6 +137,7 @@ class Message:
             buffer[:, :FLAG_BYTES].fill_(_FINITE if are_finite else _NOT_FINITE)
         return buffer
 
+    @torch.no_grad()
     def decode(
         self,
         received: torch.Tensor,
@@ -165,12 +166,14 @@ class Message:
             # The decoded values of a leading branch are added to those that follow it.
             coded_tensor.decode([tensor for tensor, is_following in tensors if is_following])
             self._join_copies(targets, target_of)
+        for part in self._parts:  # after an error, the references of both ends may differ
+            part.state.in_flight = False
         self._layer_codecs.drop_references(target_of, self._head_group)
 
     def _received(
         self, received: torch.Tensor, target_of: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[CodedTensor, bool]]:
-        """Yield the tensors to decode, and whether they follow others in the batch, and mark them as arrived."""
+        """Yield the tensors to decode, and whether they follow others in the batch."""
         assert self._layout
         for part, (_, payload) in zip(self._parts, self._layout.sections(received), strict=True):
             state, lead, active = part.state, part.joint.at_receiver() if part.joint else None, None
@@ -178,7 +181,6 @@ class Message:
                 lead.prepare(state.received, part.codec)
             if part.codec.selects_tokens:
                 active = self._layer_codecs.selections[selecting_name(part.name), self._head_group].received
-            state.in_flight = False
             how = state.received, part.codec, active, payload, self._local_slots, lead
             yield CodedTensor(target_of[part.name], *how), bool(part.name[1:])
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 
 from xfuser_cocodiff.engine.compression import reference_memory
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.layer_codecs import LinkState
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LinkState
 from xfuser_cocodiff.engine.compression.layer_state import LayerCall, LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
@@ -64,6 +64,8 @@ class ReferenceStore:
         """Layer states by layer and branch, in the order of their first calls."""
         self._num_branches = 1
         """Number of branches in which any layer has been called."""
+        self.dropped_stats: list[CodecStats] = []
+        """Statistics of this step of layers whose references were dropped in it."""
 
     @property
     def has_default_budget(self) -> bool:
@@ -73,6 +75,7 @@ class ReferenceStore:
     def begin_run(self) -> None:
         """Begin a run, without references."""
         self.states.clear()
+        self.dropped_stats.clear()
         self._transformers.clear()
         self.predicts = bool(self._schedule.predictor)
 
@@ -92,7 +95,8 @@ class ReferenceStore:
 
     def drop(self, key: Hashable, branch: int) -> None:
         """Drop the references of a layer in a branch, whose next call begins with a keyframe."""
-        self.states.pop((key, branch), None)
+        if dropped := self.states.pop((key, branch), None):
+            self.dropped_stats.append(dropped.stats)
 
     def leader_of(self, state: LayerState, key: Hashable, branch: int) -> LayerState | None:
         """Return a layer's state in the branch that leads another one; None where each is coded by itself.

@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
 from xfuser_cocodiff.engine.compression.run_clock import RunClock
 from xfuser_cocodiff.engine.compression.run_reporter import RunReporter
+from xfuser_cocodiff.engine.compression.send_buffer import SendBuffer
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StartedReport, StepReport
@@ -76,7 +77,7 @@ class CodecRuntime:
         """Choice of the run's bits; None where the schedule has them."""
         self._step_codecs: dict[tuple[int, bool, bool], StepCodecs] = {}
         """Codecs of each step, by whether a layer has references, and whether these are extrapolated."""
-        self._errors = StepErrors()
+        self._errors, self._send_buffer = StepErrors(), SendBuffer()
         self._started: list[StartedReport] = []
         """Reports of the run's steps so far."""
 
@@ -111,6 +112,7 @@ class CodecRuntime:
         """
         was_running, self.clock.is_running = self.is_running, False
         self.store.states.clear()
+        self._send_buffer = SendBuffer()
         if not (was_running and is_complete):
             return
         # The host may wait for the last errors: no step is left whose launches would be late.
@@ -167,7 +169,8 @@ class CodecRuntime:
     def _start_report(self) -> StartedReport:
         """Start the report of the current step, and reset the statistics."""
         states = list(self.store.states.values())
-        stats = [state.stats for state in states]
+        stats = [*(state.stats for state in states), *self.store.dropped_stats]
+        self.store.dropped_stats.clear()
         report = StepReport(
             self.clock.step,
             dict.fromkeys((state.layer for state in states), 0.0),
@@ -261,6 +264,7 @@ class CodecRuntime:
             leader=leader.links(is_ring) if leader else None,
             keeps_values=self.store.is_followed(call.key, call.branch),
             batched_branches=state.batched_branches,
+            send_buffer=self._send_buffer,
         )
 
     def _codecs_of_step(self, has_references: bool) -> StepCodecs:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from xfuser_cocodiff.engine.codec.memory import lasting
+
 
 class SendBuffer:
     """A buffer for one message at a time.
@@ -19,5 +21,5 @@ class SendBuffer:
         """Return the buffer as bytes of a shape, uint8, whose contents are undefined; it grows if it is too small."""
         size = math.prod(shape)
         if self._memory is None or len(self._memory) < size or self._memory.device != device:
-            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+            self._memory = lasting((size,), torch.uint8, device)
         return self._memory[:size].view(shape)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from xfuser_cocodiff.engine.codec.memory import lasting
 from xfuser_cocodiff.engine.topology import devices
 
 _ROWS = 256
@@ -47,10 +48,12 @@ class StepErrors:
             errors: the tensors; a leading branch before those that follow it.
             device: where their values are.
         """
+        if not errors:
+            return torch.empty(0, 2, device=device)
         if self._row + len(errors) > _ROWS:
             self._chunk, self._row = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
-            self._chunks.append(torch.empty(_ROWS, 2, dtype=torch.float32, device=device))
+            self._chunks.append(lasting((_ROWS, 2), torch.float32, device))
         first, self._row = self._row, self._row + len(errors)
         self._places += [(self._chunk, row) for row in range(first, self._row)]
         self._errors += errors

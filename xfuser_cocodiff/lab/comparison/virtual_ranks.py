@@ -268,6 +268,7 @@ def _through_codecs(
     return layer_codecs.join_branches(received, samples)
 
 
+@torch.no_grad()
 def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int) -> torch.Tensor:
     """Return the values of one branch in a batch; see :func:`_through_codecs`."""
     state, stats, errors = layer_codecs.link_state(name, ALL_HEADS), layer_codecs.stats, layer_codecs.errors
@@ -284,7 +285,8 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
     if layer_codecs.step.measures_yardsticks and error:
         measured = yardsticks.measure(values)
         energies = errors.add([TensorError(each, layer_codecs.layer) for each in measured], values.device)
-        energies.copy_(torch.stack([*measured.values()]))
+        for row, of_yardstick in zip(energies, measured.values(), strict=True):
+            row.copy_(of_yardstick)
     layout = message_layout(((name[0], codec, values.shape),), values.dtype)
     payload = values.new_empty(len(values), codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
     stats.sent_bytes += copies * len(values) * (layout.nbytes - ALIGNMENT)
