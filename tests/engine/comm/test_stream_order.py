@@ -226,6 +226,27 @@ def test_operations_that_the_host_does_not_wait_for_have_one_deadline_each() -> 
     assert ranks.run(deadlines, 1, True) == [[]]  # the comm stream's thread waits, and names it
 
 
+def ranks_of_deadlines(rank: int) -> tuple[list[list[int]], bool]:
+    """Return whom deadlines of a Ulysses group and of a ring check, and whether both share a stream."""
+    found = []
+    recording = mock.patch.object(comm_stream, "Deadline", lambda *known: found.append(Deadline(*known)) or found[-1])
+    heartbeat = mock.patch.object(failure_detection, "is_heartbeat_running", lambda: True)
+    with MockDevice(), recording, heartbeat, mock.patch.object(Event, "query", lambda self: True, create=True):
+        whole, part = (
+            mesh_of("flat", False, comm_stream=CommStream.on(device(), ranks=members, timeout=600.0))
+            for members in ([0, 1], [0, 2])
+        )
+        ring, streams = part.as_part_of(whole, "ring"), []
+        for mesh in (whole, ring):
+            mesh.start(Label("v"), lambda: streams.append(torch.accelerator.current_stream(device())), list)
+    return [each.ranks for each in found], streams[0] is streams[1]
+
+
+def test_a_part_of_a_mesh_is_checked_among_its_own_ranks() -> None:
+    """Else a rank that does not call a gather of the ring would not be named, but one of the Ulysses group."""
+    assert ranks.run(ranks_of_deadlines, 1) == [([[0, 1], [0, 2]], True)]
+
+
 def deadline_of_a_failure(rank: int) -> bool:
     """Return whether the deadline of an operation that raises an error has the event behind its collectives."""
     found = []

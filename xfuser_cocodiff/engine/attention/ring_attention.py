@@ -69,10 +69,10 @@ def ring_attention(
     """
     label = Label("kv", layer, head_group)
     gathers = _gathers([key, value], ring, label, layer_codecs)
-    handles = [mesh.start(label, work, list) for mesh, _, work in gathers]
+    handles = [ring.mesh.start(label, work, list) for _, work in gathers]
 
     def arriving() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        for handle, (_, ranks, _) in zip(handles, gathers, strict=True):
+        for handle, (ranks, _) in zip(handles, gathers, strict=True):
             keys, values = (dict(zip(ranks, _by_rank(blocks), strict=True)) for blocks in handle.wait())
             yield from ((rank, keys[rank], values[rank]) for rank in ring.order[1:] if rank in keys)
 
@@ -89,15 +89,15 @@ def ring_attention(
 
 def _gathers(
     tensors: Sequence[torch.Tensor], ring: Ring, label: Label, layer_codecs: LayerCodecs | None
-) -> list[tuple[Mesh, Sequence[int], Callable[[], list[torch.Tensor]]]]:
-    """Return the all-gathers of K and V: the mesh, the ranks in the order of their blocks, and the operation.
+) -> list[tuple[Sequence[int], Callable[[], list[torch.Tensor]]]]:
+    """Return the all-gathers of K and V: the ranks in the order of their blocks, and the operation.
 
     Lossless, there is one. With codecs, the first returns the blocks of this rank's slow coordinate; the second decodes
     those of other slow coordinates and gathers them along the fast axes, unencoded.
     """
     partition = layer_codecs.partition if layer_codecs else None
     if partition is None:
-        return [(ring.mesh, range(ring.mesh.topology.size), lambda: gather_blocks(tensors, ring.mesh, label))]
+        return [(range(ring.mesh.topology.size), lambda: gather_blocks(tensors, ring.mesh, label))]
     fast, remote = partition.fast, partition.remote_indices
 
     def gather_remote() -> list[torch.Tensor]:
@@ -107,8 +107,8 @@ def _gathers(
 
     far = [partition.ranks_at(index)[fast_index] for fast_index in range(partition.num_fast) for index in remote]
     near = partition.ranks_at(partition.slow_index)
-    of_near = [(fast, near, lambda: gather_blocks(tensors, fast, label))] if fast else []
-    return [*of_near, (partition.slow, far, gather_remote)]
+    of_near = [(near, lambda: gather_blocks(tensors, fast, label))] if fast else []
+    return [*of_near, (far, gather_remote)]
 
 
 def _by_rank(blocks: torch.Tensor) -> list[torch.Tensor]:

@@ -125,7 +125,7 @@ class UlyssesAttention:
         if self.gather:
             # Bound now: the comm stream may run it after V's codecs have been followed by those of Q and K.
             work = functools.partial(self._gathered, tensors, self.gather, label, self.layer_codecs)
-            return self.gather.slow.start(label, work, list, is_blocking)
+            return self._mesh.start(label, work, list, is_blocking)
         return start_seq_to_heads(tensors, self._mesh, label, self.layer_codecs, is_blocking)
 
     def _gathered(

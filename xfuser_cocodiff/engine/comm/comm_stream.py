@@ -16,6 +16,7 @@ may reuse it: that one is queued behind everything the caller has queued by then
 """
 
 import contextlib
+import copy
 import sys
 import warnings
 import weakref
@@ -168,6 +169,10 @@ class CommStream(ABC):
         """Start a single collective and return the function that waits for it."""
         return self._execute(label, _in_range(lambda: begin()(), label), is_blocking)
 
+    @abstractmethod
+    def joined_to(self, whole: "CommStream") -> "CommStream":
+        """Return a comm stream for the ranks of this one whose operations are in order with those of another one."""
+
     def close(self) -> None:  # noqa: B027 (a stream needs no end)
         """Release what the comm stream holds; it can be used again."""
 
@@ -188,6 +193,9 @@ class HostThread(CommStream):
 
     def _begin(self, label: Label, begin: Callable[[], Await], is_blocking: bool) -> Await:
         return _in_range(begin, label)() if self._is_idle() else super()._begin(label, begin, is_blocking)
+
+    def joined_to(self, whole: CommStream) -> CommStream:
+        return whole
 
     def _is_idle(self) -> bool:
         """Return whether all earlier operations of the thread are over."""
@@ -249,6 +257,12 @@ class DeviceStream(CommStream):
             return result
 
         return await_result
+
+    def joined_to(self, whole: CommStream) -> CommStream:
+        assert isinstance(whole, DeviceStream)
+        joined = copy.copy(self)
+        joined._stream = whole._stream
+        return joined
 
     def _has_deadlines(self) -> bool:
         """Return whether a late operation can be noticed; not in the capture of a graph, whose events have no state."""

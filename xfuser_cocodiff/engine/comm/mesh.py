@@ -85,14 +85,14 @@ class Mesh:
         return replace(self, stages=replace(self.stages, traffic=Traffic()))
 
     def as_part_of(self, whole: "Mesh", name: str) -> "Mesh":
-        """Return the mesh as a part of another one, whose comm stream and statistics it then shares.
+        """Return the mesh as a part of another one, with which its operations are in order, and its statistics shared.
 
         Args:
             whole: mesh over more axes.
             name: name of this mesh's axes in the statistics.
         """
         stages = replace(self.stages, traffic=whole.traffic, flat_name=name)
-        return replace(self, stages=stages, comm_stream=whole.comm_stream)
+        return replace(self, stages=stages, comm_stream=self.comm_stream.joined_to(whole.comm_stream))
 
     def start(
         self, label: Label, work: Callable[[], Any], finish: Callable[[Any], Any], is_blocking: bool = False
