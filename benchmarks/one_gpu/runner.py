@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.one_gpu.table import COMMANDS, Fact
-from xfuser_cocodiff.engine.topology.launcher import SHARE_VARIABLE
+from xfuser_cocodiff.xdit.settings.options import SHARE_VARIABLE
 
 Row = dict[str, Any]
 """JSON values."""

@@ -29,13 +29,13 @@ from benchmarks.full_size import transformer as full_size
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
-from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.platforms import device_memory
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 

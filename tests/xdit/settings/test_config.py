@@ -14,6 +14,7 @@ from xfuser_cocodiff.xdit.settings import parsers
 from xfuser_cocodiff.xdit.settings.config import Overlap
 from xfuser_cocodiff.xdit.settings.resolve import default_slow_axes, resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
+from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
 FLAT = Topology.flat(4)
 
@@ -197,3 +198,8 @@ def test_an_error_replaces_that_of_the_mode() -> None:
     ):
         with pytest.raises(ValueError, match=f"--cocodiff_error.*{message}"):
             schedule(**more)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True), ("true", True), ("", False)])
+def test_synchronous_collectives(value: str | None, expected: bool) -> None:
+    assert collectives_are_synchronous({} if value is None else {"CCL_OP_SYNC": value}) == expected

@@ -1,11 +1,11 @@
-"""Detection of ranks per node, local rank, device and tiles per GPU from the launcher's environment variables.
+"""Detection of ranks per node and tiles per GPU from the launcher's environment variables.
 
 Sources: torchrun, PALS (Aurora), SLURM, Open MPI and Intel MPI variables; Level Zero's ZE_FLAT_DEVICE_HIERARCHY, which
-decides whether a device is a tile or a whole GPU; masks that hide devices; oneCCL's CCL_OP_SYNC.
+decides whether a device is a tile or a whole GPU.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -18,25 +18,8 @@ _LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
 )
-_LOCAL_RANKS = (
-    "LOCAL_RANK",  # torchrun
-    "PALS_LOCAL_RANKID",
-    "SLURM_LOCALID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-)
-
-_DEVICE_MASKS = (
-    "CUDA_VISIBLE_DEVICES",
-    *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),  # ROCm
-    "ZE_AFFINITY_MASK",
-)
-"""Variables by which a launcher or a user hides devices."""
-
 CLUSTER_VARIABLE = "COCODIFF_CLUSTER"
 """Environment variable that describes an emulated cluster to its ranks, as JSON."""
-SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
-"""Option and environment variable that declare several ranks to share one device."""
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int | None:
@@ -51,48 +34,6 @@ def _uniform_count(value: str) -> int | None:
     """Parse '12' or SLURM's '12(x4)'; return None for '12(x3),8', where nodes differ."""
     match = re.fullmatch(r"(\d{1,9})(\(x\d+\))?", value.strip())
     return int(match[1]) if match and int(match[1]) > 0 else None
-
-
-def local_rank(environment: Mapping[str, str]) -> int:
-    """Return the rank of this process on its node; 0 if no launcher sets it.
-
-    Raises:
-        ValueError: the launcher's variable is not a number.
-    """
-    for name in _LOCAL_RANKS:
-        if value := environment.get(name):
-            if not value.isdecimal():
-                raise ValueError(f"{name}={value!r} is not valid; valid are numbers from 0")
-            return int(value)
-    return 0
-
-
-def device_index(rank: int, environment: Mapping[str, str]) -> int:
-    """Return the XPU index of a local rank; 0 where ZE_AFFINITY_MASK shows each rank its own tile only."""
-    mask = environment.get("ZE_AFFINITY_MASK", "")
-    return 0 if mask and "," not in mask else rank
-
-
-def shares_device(environment: Mapping[str, str], arguments: Sequence[str], devices: int) -> bool:
-    """Return whether ranks of this node share a device: there are more ranks than devices, or the user declares it.
-
-    The option is looked up in unparsed arguments, since xDiT starts its backend before it has parsed all of them.
-
-    Args:
-        environment: environment of the process.
-        arguments: command-line arguments.
-        devices: number of devices that this process sees.
-    """
-    is_declared = environment.get(SHARE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
-    is_declared = is_declared or any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
-    # A rank that sees one device of several probably has it to itself.
-    is_masked = any(environment.get(name) for name in _DEVICE_MASKS) and devices == 1
-    return is_declared or (not is_masked and devices > 0 and (ranks_per_node(environment) or 1) > devices)
-
-
-def collectives_are_synchronous(environment: Mapping[str, str]) -> bool:
-    """Return whether oneCCL blocks in every collective (CCL_OP_SYNC), so that no communication is hidden."""
-    return environment.get("CCL_OP_SYNC", "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def tiles_per_gpu(environment: Mapping[str, str], device_name: str = "") -> int:

@@ -12,12 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, MULTI_NODE_MODE
-from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 from xfuser_cocodiff.lab.comparison import emulate, launch, trace
 from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
 from xfuser_cocodiff.lab.launching import command_line
 from xfuser_cocodiff.lab.reporting import host, record_file
-from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, SHARE_FIELD
 from xfuser_cocodiff.xdit.settings.variables import TRACE_VARIABLE
 
 STOCK = "stock"

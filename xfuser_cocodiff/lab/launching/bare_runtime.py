@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.lab.launching import stock_traffic
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.platforms import local_device
 from xfuser_cocodiff.xdit.session.session import Session
 
 PIXELS_PER_LATENT = 8
@@ -42,7 +42,7 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
     if ring < 1 or world % ring:
         raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
     activation.activate()  # failure detection also while stock runs
-    init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
+    init_distributed_environment(rank=rank, world_size=world, local_rank=local_device.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
     group, *subgroups = [dist.group.WORLD, *process_groups()]
     if timeout:

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
-from xfuser_cocodiff.xdit.settings.options import OPTIONS
+from xfuser_cocodiff.xdit.settings.options import OPTIONS, SHARE_FIELD
 
 _LAUNCH_OPTIONS = ("master_port", "output_directory")
 """Options that differ between launches of the same run."""

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import long_context
+from xfuser_cocodiff.xdit.platforms import local_device, long_context
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
 _NATIVE_SUPPORT = ("xfuser.envs", "supports_usp")
@@ -42,7 +41,7 @@ class Platform:
 
     def index(self, local_rank: int) -> int:
         """Return the index of a local rank's device."""
-        return local_rank % self.devices if self.devices else launcher.device_index(local_rank, os.environ)
+        return local_rank % self.devices if self.devices else local_device.device_index(local_rank, os.environ)
 
     def translate(self, value: Any) -> Any:
         """Return this platform's device for a CUDA device or its name; any other value unchanged."""
@@ -102,7 +101,7 @@ def detect() -> Platform | None:
     if accelerator is None:
         return None
     make = PLATFORMS.get(accelerator.type)
-    if (make or accelerator.type == "cuda") and launcher.shares_device(
+    if (make or accelerator.type == "cuda") and local_device.shares_device(
         os.environ, sys.argv, torch.accelerator.device_count()
     ):
         return _shared(accelerator.type)
@@ -269,7 +268,7 @@ def _sharing(platform: Platform) -> list[Patch]:
 def _select_device_first(original: Callable, platform: Platform) -> Callable:
     @functools.wraps(original)
     def init_distributed_environment(*args: Any, **kwargs: Any) -> None:
-        torch.accelerator.set_device_index(platform.index(launcher.local_rank(os.environ)))
+        torch.accelerator.set_device_index(platform.index(local_device.local_rank(os.environ)))
         original(*args, **kwargs)
 
     return init_distributed_environment

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.topology import devices, launcher
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
+from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
 RING = {"part": "ring"}
 """Part of the description that marks tuning results of a ring."""
@@ -32,7 +33,7 @@ def describe(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
         "degree": topology.size,
         "backend": backend,
         "kernels": kernels,
-        "synchronous": launcher.collectives_are_synchronous(os.environ),
+        "synchronous": collectives_are_synchronous(os.environ),
         "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
         **{name: _version(name) for name in ("xfuser-cocodiff", "torch", "xfuser", "diffusers")},
     }

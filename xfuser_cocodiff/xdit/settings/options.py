@@ -5,7 +5,7 @@ from typing import NoReturn
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, MULTI_NODE_MODE
-from xfuser_cocodiff.engine.topology import launcher, plans
+from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.engine.topology.topology import NOTATION
 from xfuser_cocodiff.xdit.settings import parsers
 from xfuser_cocodiff.xdit.settings.config import AUTO
@@ -15,6 +15,8 @@ from xfuser_cocodiff.xdit.settings.ring_placement import PLACEMENTS
 
 ENABLE_OPTION = "use_cocodiff"
 """Option that enables the plugin."""
+SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
+"""Option and environment variable that declare several ranks to share one device."""
 _ON_ONE_RANK = Ignored("with --cocodiff_virtual: one rank does not communicate", lambda config: bool(config.virtual))
 _WITHOUT_RING = Ignored("without --ring_degree above 1", lambda config: config.ring_topology is None)
 _IN_EXACT = Ignored(f"in mode {EXACT!r}", lambda config: config.mode == EXACT)
@@ -141,12 +143,12 @@ OPTIONS = (
         is_preference=True,
     ),
     Option(
-        launcher.SHARE_FIELD,
+        SHARE_FIELD,
         "Several ranks share one device, and messages go through host memory. Default: detected if a node has more "
         "ranks than devices.",
         is_switch=True,
         is_preference=True,
-        variable=launcher.SHARE_VARIABLE,
+        variable=SHARE_VARIABLE,
     ),
 )
 """All options, in the order of documentation."""

@@ -20,6 +20,7 @@ from xfuser_cocodiff.xdit.settings.ring_placement import (
     place_groups,
     spans_nodes,
 )
+from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
 
 def is_enabled(values: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
@@ -82,7 +83,7 @@ def resolve(
         virtual_ring=is_virtual_ring,
         memory_budget=given.parse("cocodiff_memory_budget"),
         kernels=given.parse("cocodiff_kernels", device_type) or AUTO,
-        synchronous=launcher.collectives_are_synchronous(environment),
+        synchronous=collectives_are_synchronous(environment),
         cache=cache_folder(environment, values),
         detected="cocodiff_topology" not in given,
     )

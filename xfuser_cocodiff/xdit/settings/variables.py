@@ -22,6 +22,11 @@ OTHER_VARIABLES = (
 """All of them: those of records, logs, the entry point, the emulated cluster and the scripts."""
 
 
+def collectives_are_synchronous(environment: Mapping[str, str]) -> bool:
+    """Return whether oneCCL blocks in every collective (CCL_OP_SYNC), so that no communication is hidden."""
+    return environment.get("CCL_OP_SYNC", "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
+
+
 def check_variables(environment: Mapping[str, str]) -> None:
     """Check the variables that are not options, before a run depends on them.
 

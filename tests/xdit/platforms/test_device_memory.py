@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.topology import device_memory
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
+from xfuser_cocodiff.xdit.platforms import device_memory
 
 
 def read(monkeypatch: pytest.MonkeyPatch, devices: int = 8, **calls: Any) -> DeviceMemory | None:
