@@ -19,6 +19,7 @@ from tests.xdit.attention.test_overlap import start, use, use_config
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
 from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session, active
@@ -44,7 +45,7 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
     expected, figures = None, []
     for session in sessions:
         bare_runtime.use_session(session)
-        session.traffic.timed = record  # as the recorder sets it
+        session.traffic.timer = StageTimer() if record else None  # as the recorder sets it
         torch._dynamo.reset()
         counters.clear()
         transformer.compile(backend="aot_eager", dynamic=dynamic)

@@ -37,12 +37,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.engine.comm.instant import Instant, now, seconds_between
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
+from xfuser_cocodiff.lab.comparison.instant import Instant, now, seconds_between
+from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.lab.launching import decisions, stock_traffic
 from xfuser_cocodiff.xdit.patching.log import warn_once
@@ -63,6 +64,8 @@ class Recorder:
         self.runs: list[dict[str, Any]] = []
         self.latents: torch.Tensor | None = None
         self._step_began: Instant = 0.0
+        self._timer: StageTimer | None = None
+        """Timer of the communication of this step; None if it is not timed."""
         self._unresolved: list[tuple[dict[str, Any], Instant, Instant]] = []
         """Steps of the current run, with the instants of their start and end."""
 
@@ -105,22 +108,18 @@ class Recorder:
         except OSError as error:
             raise ValueError(f"{RECORD_VARIABLE}={self.folder} is not valid: {error}; valid is a folder") from None
         self.runs.append({"total_steps": total, "steps": []})
-        active().traffic.reset()
-        active().traffic.timed = is_timed(0, total)
         self._unresolved.clear()  # of a run that was not completed
         _memory().reset_peak_memory_stats()
-        self._trace()
-        self._step_began = now(_device())
+        self._begin_step()
 
     def end_step(self, latents: torch.Tensor | None) -> None:
         """Record a step and keep its latents, which may be those of the last step."""
-        traffic = active().traffic
         ended = now(_device())
         step = {
             "seconds": 0.0,  # until the end of the run
-            "is_timed": traffic.timed,
-            "a2a_seconds": traffic.seconds,
-            "sent_bytes": dict(traffic.sent_bytes),
+            "is_timed": self._timer is not None,
+            "a2a_seconds": self._timer.seconds() if self._timer else {},
+            "sent_bytes": dict(active().traffic.sent_bytes),
         }
         run = self.runs[-1]
         run["steps"].append(step)
@@ -129,14 +128,16 @@ class Recorder:
         if self.rank == 0:
             progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}
             self._write("progress.json", progress)
-        traffic.reset()
-        traffic.timed = is_timed(len(run["steps"]), run["total_steps"])
-        self._trace()
-        self._step_began = now(_device())
+        self._begin_step()
 
-    def _trace(self) -> None:
+    def _begin_step(self) -> None:
+        number, total = len(self.runs[-1]["steps"]), self.runs[-1]["total_steps"]
+        self._timer = StageTimer() if is_timed(number, total) else None
+        active().traffic.reset()
+        active().traffic.timer = self._timer
         if self._tracer:
-            self._tracer.update(len(self.runs[-1]["steps"]), self.runs[-1]["total_steps"])
+            self._tracer.update(number, total)
+        self._step_began = now(_device())
 
     def end_run(self) -> None:
         """Complete the current run, if there is one, and write the record."""
