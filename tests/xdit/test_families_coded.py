@@ -235,9 +235,9 @@ class Messages:
         start, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
         gather = ulysses.gather
 
-        def recorded_codecs(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
-            self._call, self._step = (layer, key, branch), runtime.clock.step
-            return layer_codecs(runtime, layer, key, branch, *given)
+        def recorded_codecs(runtime: CodecRuntime, call: Any, *given: Any) -> Any:
+            self._call, self._step = call[:3], runtime.clock.step
+            return layer_codecs(runtime, call, *given)
 
         def recorded_start(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, *more: Any) -> Any:
             partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", label.head_group)

@@ -16,6 +16,7 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import StepReport
@@ -109,7 +110,7 @@ def run_coded(
         tensors = [whole(name, HEADS, step) for name in "qkv"]
         exact = share(attend(*tensors))
         q, k, v = map(share, tensors)
-        codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(q, k, v), gathers_kv=True)
+        codecs = runtime.layer_codecs(CodedCall("attn", 1, 0, LayerSizes.of(q, k, v), gathers_kv=True))
         gather = partition if codecs else None
         if (step, rank) == broken:
             v[0, 0, 0, 0] = torch.inf

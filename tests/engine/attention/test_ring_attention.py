@@ -17,6 +17,7 @@ from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring,
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import StepReport
@@ -116,8 +117,8 @@ def run_coded(
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
-        assert runtime.layer_codecs("attn", 1, 0, SHARE) is None  # no Ulysses group
-        codecs = runtime.ring_codecs("attn", 1, 0, SHARE)
+        assert runtime.layer_codecs(CodedCall("attn", 1, 0, SHARE)) is None  # no Ulysses group
+        codecs = runtime.ring_codecs(CodedCall("attn", 1, 0, SHARE))
         query, key, value = (part(name, rank, step) for name in "qkv")
         if (step, rank) == broken:
             value[0, 0, 0, 0] = torch.inf

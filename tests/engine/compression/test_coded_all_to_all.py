@@ -25,6 +25,7 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout, AxisPartition
 from xfuser_cocodiff.engine.compression.coding_choice import active_tokens_for, choose
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
@@ -315,7 +316,7 @@ def run_in_contexts(rank: int, contexts: list[str]) -> None:
                 mine = [cut(whole(each, step), 2, 4, rank).clone() for each in "qkv"]
                 if torch.is_grad_enabled():
                     mine = [1 * each.requires_grad_() for each in mine]
-                codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*mine))
+                codecs = runtime.layer_codecs(CodedCall("attn", 1, 0, LayerSizes.of(*mine)))
                 found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=codecs).wait()
                 assert not any(each.requires_grad for each in found)
                 assert all(each.isfinite().all() for each in found)
@@ -359,7 +360,7 @@ def shorten_prompt(rank: int, mode: str, overrides: str) -> None:
     runtime.begin_run(STEPS + 4)
     for step in range(STEPS + 4):
         wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
-        codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*wholes.values()))
+        codecs = runtime.layer_codecs(CodedCall("attn", 1, 0, LayerSizes.of(*wholes.values())))
         mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
         found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=codecs).wait()
         for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V selects first

@@ -24,6 +24,7 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.coding_choice import choose
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState, SentValues
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -212,7 +213,7 @@ def run_branches(rank: int, sizes: str, how: str, schedule: str) -> tuple:
                 for tensor in wholes.values():
                     tensor[:, :, :, 0] = torch.nan
             mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
-            layer_codecs = runtime.layer_codecs("attn", 1, branch, LayerSizes.of(*mine))
+            layer_codecs = runtime.layer_codecs(CodedCall("attn", 1, branch, LayerSizes.of(*mine)))
             handle = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs)
             found = dict(zip("qkv", handle.wait(), strict=True))
             found["o"] = torch.empty_like(mine[0])
@@ -280,7 +281,7 @@ def run_batched(rank: int, sizes: str, schedule: str, batch: int, branches: int)
         parts = {name: [whole(name, of, step)[:batch] for of in range(branches)] for name in "qkvo"}
         wholes = {name: torch.cat(part) for name, part in parts.items()}
         mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
-        layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*mine), batched_branches=branches)
+        layer_codecs = runtime.layer_codecs(CodedCall("attn", 1, 0, LayerSizes.of(*mine), batched_branches=branches))
         found = dict(zip("qkv", receive(mine, mesh, layer_codecs), strict=True))
         found["o"] = torch.empty(branches * batch, HEADS, TOKENS // size, DIM)
         attended = wholes["o"].chunk(size, 1)[rank].contiguous()
@@ -363,7 +364,7 @@ def run_gathered(rank: int, sizes: str, schedule: str) -> list[tuple]:
         for branch in range(2):
             wholes, leading = (contents(each, each, step, "plain", size) for each in (branch, 0))
             mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
-            layer_codecs = runtime.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
+            layer_codecs = runtime.layer_codecs(CodedCall("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True))
             ulysses = UlyssesAttention(mesh, layer_codecs=layer_codecs, gather=partition)
             ulysses.start_inputs(*mine)
             found = ulysses.wait_inputs(0)

@@ -27,6 +27,7 @@ from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring,
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -62,7 +63,7 @@ def run_calls(rank: int, sizes: str, how: str, schedule: str) -> list[tuple]:
                 for tensor in wholes.values():
                     tensor[:, :, :, 0] = torch.nan
             query, *mine = (wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv")
-            layer_codecs = runtime.ring_codecs("attn", 1, branch, LayerSizes.of(query, *mine))
+            layer_codecs = runtime.ring_codecs(CodedCall("attn", 1, branch, LayerSizes.of(query, *mine)))
             for source, block in gather(mine, mesh, layer_codecs).items():
                 for name, arrived in zip("kv", block, strict=True):
                     values, of_leader = (each[name].chunk(size, 2)[source] for each in (wholes, leading))
@@ -92,7 +93,7 @@ def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tup
         parts = {name: [whole(name, of, step) for of in range(branches)] for name in "qkv"}
         query, *mine = (torch.cat(parts[name]).chunk(size, 2)[rank].contiguous() for name in "qkv")
         sizes_of_layer = LayerSizes.of(query, *mine)
-        layer_codecs = runtime.ring_codecs("attn", 1, 0, sizes_of_layer, batched_branches=branches)
+        layer_codecs = runtime.ring_codecs(CodedCall("attn", 1, 0, sizes_of_layer, batched_branches=branches))
         for source, block in gather(mine, mesh, layer_codecs).items():
             for name, arrived in zip("kv", block, strict=True):
                 wanted = [part.chunk(size, 2)[source] for part in parts[name]]

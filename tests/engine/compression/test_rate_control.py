@@ -13,6 +13,7 @@ from tests import ranks
 from tests.coded_layers import TwoNodes, add_errors, reporter
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS, RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -142,7 +143,7 @@ def control(rank: int, device: str) -> tuple[list[float], float, str]:
     runtime.begin_run(STEPS)
     found = []
     for step in range(STEPS):
-        layer_codecs = runtime.layer_codecs("attn", 1, 0, SIZES)
+        layer_codecs = runtime.layer_codecs(CodedCall("attn", 1, 0, SIZES))
         bits = {layer_codecs.step.codecs[name].bits for name in "qkvo"}
         found += bits
         assert len(bits) == 1

@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.modes import BALANCED, PAPER, PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import (
     GIB,
@@ -104,7 +105,7 @@ class Run:
             for layer in range(self.layers):
                 sizes = layer_sizes(torch.bfloat16)
                 key = transformer, layer
-                layer_codecs = self.runtime.layer_codecs(str(layer), key, branch, sizes, transformer)
+                layer_codecs = self.runtime.layer_codecs(CodedCall(str(layer), key, branch, sizes, transformer))
                 assert all(codec.bits for codec in layer_codecs.step.codecs.values()), "no layer is lossless"
                 found.append(layer_codecs)
         # Later steps predict if no layer of the first one was too much.
@@ -234,7 +235,7 @@ def test_no_default_budget_where_a_driver_does_not_tell() -> None:
 def test_given_budget_needs_no_measurement() -> None:
     run = Run(4 * SINGLE, 4, memory=lambda: pytest.fail("measured"), min_over_ranks=lambda _: pytest.fail("reduced"))
     run.begin()
-    assert run.runtime.layer_codecs("a", 0, 0, LAYER).step.keeps_references
+    assert run.runtime.layer_codecs(CodedCall("a", 0, 0, LAYER)).step.keeps_references
 
 
 def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:

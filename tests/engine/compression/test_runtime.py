@@ -1,7 +1,6 @@
 """Runs, steps and branches without communication: lifetime of link references, keyframes, and log messages."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes, step_errors
 from xfuser_cocodiff.engine.compression.coding_choice import choose
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.modes import PRESETS
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
@@ -52,18 +52,18 @@ def reference_value(layer_codecs: LayerCodecs) -> float | None:
 
 def test_references_belong_to_a_layer_and_branch_of_one_run() -> None:
     one = runtime()
-    assert one.layer_codecs("a", 1, 0, SIZES) is None  # no run has begun
+    assert one.layer_codecs(CodedCall("a", 1, 0, SIZES)) is None  # no run has begun
     one.begin_run(3)
     keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
     for number, key in enumerate(keys):
-        set_reference(one.layer_codecs(*key, SIZES), number)
+        set_reference(one.layer_codecs(CodedCall(*key, SIZES)), number)
     one.end_step()
-    assert [reference_value(one.layer_codecs(*key, SIZES)) for key in keys] == [0, 1, 2]
+    assert [reference_value(one.layer_codecs(CodedCall(*key, SIZES))) for key in keys] == [0, 1, 2]
     assert one.store.nbytes == 3 * 16
     one.end_step()
-    assert [reference_value(one.layer_codecs(*key, SIZES)) for key in keys] == [0, 1, 2]
+    assert [reference_value(one.layer_codecs(CodedCall(*key, SIZES))) for key in keys] == [0, 1, 2]
     one.end_step()  # the last step
-    assert one.layer_codecs(*keys[0], SIZES) is None
+    assert one.layer_codecs(CodedCall(*keys[0], SIZES)) is None
     assert one.store.nbytes == 0
 
 
@@ -71,7 +71,7 @@ def test_the_memory_of_messages_ends_with_the_run() -> None:
     one, buffers = runtime(), []
     for _ in range(2):
         one.begin_run(3)
-        buffers += [one.layer_codecs("a", 1, 0, SIZES).send_buffer for _ in range(2)]
+        buffers += [one.layer_codecs(CodedCall("a", 1, 0, SIZES)).send_buffer for _ in range(2)]
         one.end_run()
     assert buffers[0] is buffers[1] is not buffers[2] is buffers[3]
 
@@ -81,7 +81,7 @@ def test_what_a_dropped_layer_has_sent_is_reported() -> None:
     one = runtime()
     one.begin_run(3)
     for _ in range(2):
-        send(one.layer_codecs("a", 1, 0, SIZES), (4.0, 1e4))
+        send(one.layer_codecs(CodedCall("a", 1, 0, SIZES)), (4.0, 1e4))
         one.store.drop(1, 0)
     one.end_step()
     one.end_step()
@@ -91,15 +91,15 @@ def test_what_a_dropped_layer_has_sent_is_reported() -> None:
 def test_an_aborted_run_leaves_no_references() -> None:
     one = runtime()
     one.begin_run(3)
-    set_reference(one.layer_codecs("a", 1, 0, SIZES), 7)
+    set_reference(one.layer_codecs(CodedCall("a", 1, 0, SIZES)), 7)
     one.begin_run(3)
-    assert reference_value(one.layer_codecs("a", 1, 0, SIZES)) is None
+    assert reference_value(one.layer_codecs(CodedCall("a", 1, 0, SIZES))) is None
     assert one.clock.step == 0
 
 
 def follow(one: CodecRuntime, *sizes: LayerSizes) -> bool:
     """Call a layer in several branches of these sizes, and return whether values of the first are kept for others."""
-    codecs_of = [one.layer_codecs("a", 1, branch, each) for branch, each in enumerate(sizes)]
+    codecs_of = [one.layer_codecs(CodedCall("a", 1, branch, each)) for branch, each in enumerate(sizes)]
     one.end_step()
     return codecs_of[0].keeps_values
 
@@ -126,7 +126,7 @@ def test_values_are_kept_for_a_branch_after_one_that_never_calls_the_layer() -> 
     one, found = runtime(), []
     one.begin_run(8)
     for _ in range(3):
-        codecs_of = [one.layer_codecs("a", 1, branch, SIZES) for branch in (0, 2)]
+        codecs_of = [one.layer_codecs(CodedCall("a", 1, branch, SIZES)) for branch in (0, 2)]
         one.end_step()
         found.append((codecs_of[0].keeps_values, codecs_of[1].leader is not None))
     assert found == [(True, True)] * 3
@@ -154,7 +154,7 @@ def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: st
     found = []
     for _ in range(3):
         gathers = [False, reason == "other exchange"]
-        layers = [one.layer_codecs("a", 1, branch, SIZES, gathers_kv=gathers[branch]) for branch in (0, 1)]
+        layers = [one.layer_codecs(CodedCall("a", 1, branch, SIZES, gathers_kv=gathers[branch])) for branch in (0, 1)]
         one.end_step()
         found.append(layers[0].keeps_values)
     assert found == [reason != "no memory", False, False]
@@ -169,9 +169,10 @@ def test_branches_are_coded_together_if_they_are_equally_long(num_values: int, h
     one = CodecRuntime(None if ring else TwoNodes(), "balanced", None, list, ring_partition=ring)
     one.begin_run(8)
     sizes, is_same = [SIZES, SIZES._replace(num_values=num_values)], num_values == SIZES.num_values
-    codecs_of = one.ring_codecs if ring else partial(one.layer_codecs, gathers_kv=how == "gathered")
+    codecs_of, gathers_kv = one.ring_codecs if ring else one.layer_codecs, how == "gathered"
     for _ in range(2):
-        layers = [codecs_of("a", 1, branch, each) for branch, each in enumerate(sizes)]
+        calls = [CodedCall("a", 1, branch, each, gathers_kv=gathers_kv) for branch, each in enumerate(sizes)]
+        layers = [codecs_of(call) for call in calls]
         one.end_step()
     assert layers[0].keeps_values == (layers[1].leader is not None) == is_same
     coordinates = (2, 1) if how == "heads" else (1, 2)
@@ -204,7 +205,7 @@ def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe(in_ring:
     codecs_of = one.ring_codecs if in_ring else one.layer_codecs
     one.begin_run(8)
     for step, in_batch in enumerate((2, 2, 1, 1, 2)):
-        layer_codecs = codecs_of("a", 1, 0, SIZES, batched_branches=in_batch)
+        layer_codecs = codecs_of(CodedCall("a", 1, 0, SIZES, batched_branches=in_batch))
         assert reference_value(layer_codecs) == (in_batch if step in (1, 3) else None)
         set_reference(layer_codecs, in_batch)
         one.end_step()
@@ -216,7 +217,7 @@ def test_the_schedule_depends_on_the_number_of_steps() -> None:
         one.begin_run(total)
         fractions = []
         for _ in range(total):
-            fractions.append(one.layer_codecs("a", 1, 0, SIZES).step.codecs["v"].token_fraction)
+            fractions.append(one.layer_codecs(CodedCall("a", 1, 0, SIZES)).step.codecs["v"].token_fraction)
             one.end_step()
         assert fractions == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
 
@@ -235,7 +236,9 @@ def test_layers_are_coded_where_links_save_more_than_the_host_adds(gathers_kv: b
         boundary = tensors * 1e-3 / (0.9e-6 * 0.5 * 4)  # values whose bytes save as much time as the host needs
         for number, values in enumerate((boundary - 40, boundary + 40)):
             sizes = SIZES._replace(num_values=round(values) // 4 * 4, num_v_values=round(values) // 4)
-            coded.append(one.layer_codecs(f"blocks.{number}", number, 0, sizes, gathers_kv=gathers_kv) is not None)
+            coded.append(
+                one.layer_codecs(CodedCall(f"blocks.{number}", number, 0, sizes, gathers_kv=gathers_kv)) is not None
+            )
         assert coded == [False, True]
         one.end_step()
         assert [report.exact_layers for report in one.reports] == [1]
@@ -252,8 +255,8 @@ def test_ring_and_ulysses_group_are_weighed_together() -> None:
         ulysses, ring = (TwoNodes(device_type="cuda", coding_cost=cost) for cost in (ulysses_cost, dear))
         one = CodecRuntime(ulysses, "balanced", None, list, ring_partition=ring)
         one.begin_run(3)
-        assert (one.layer_codecs("a", 1, 0, SIZES) is not None) == is_coded
-        assert (one.ring_codecs("a", 1, 0, SIZES) is not None) == is_coded
+        assert (one.layer_codecs(CodedCall("a", 1, 0, SIZES)) is not None) == is_coded
+        assert (one.ring_codecs(CodedCall("a", 1, 0, SIZES)) is not None) == is_coded
 
 
 @pytest.mark.parametrize(("gathers_lossless", "sent_bytes"), [(False, 64 * 4 // 2), (True, 2 * 8 * 4)])
@@ -263,7 +266,7 @@ def test_bytes_of_lossless_layers_are_those_of_their_exchange(gathers_lossless: 
     one = CodecRuntime(TwoNodes(coding_cost=dear), "balanced", None, list)
     one.begin_run(3)
     sizes = SIZES._replace(num_v_values=8)
-    assert one.layer_codecs("blocks.3", 1, 0, sizes, gathers_kv=True, gathers_lossless=gathers_lossless) is None
+    assert one.layer_codecs(CodedCall("blocks.3", 1, 0, sizes, gathers_kv=True), gathers_lossless) is None
     one.end_step()
     assert one.reports[0].sent_bytes == one.reports[0].exact_bytes == sent_bytes
 
@@ -281,7 +284,7 @@ def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossle
     one.begin_run(50)
 
     def step(is_bad: float) -> bool:
-        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+        layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
         send(layer_codecs, (0.0, 1.0), (torch.nan if is_bad else 0.0, 1.0))
         one.end_step()
         return is_stateless(layer_codecs)
@@ -315,7 +318,7 @@ def test_the_host_reads_errors_that_have_arrived(
     one.begin_run(3)
     found.clear()  # of a step before the run
     for _ in range(3):
-        send(one.layer_codecs("a", 1, 0, SIZES), (0.0, 1.0))
+        send(one.layer_codecs(CodedCall("a", 1, 0, SIZES)), (0.0, 1.0))
         one.end_step()
     assert found == read
     assert [report.errors for report in one.reports] == [{"a": 0.0}] * 3  # also of the last step
@@ -324,7 +327,7 @@ def test_the_host_reads_errors_that_have_arrived(
 def steps_with_errors(one: CodecRuntime, count: int) -> None:
     """Run steps in which V has an error of 2 %, and 5 % in a run's third step."""
     for step in range(count):
-        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+        layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
         assert layer_codecs.step.measures_yardsticks == (step == 0 and not one.yardsticks)
         if layer_codecs.step.measures_yardsticks:
             add_errors(layer_codecs, (1.0, 1e4), name="fp8")
@@ -363,7 +366,7 @@ def test_a_tensor_that_is_not_finite_counts_once() -> None:
     """Its yardsticks are not finite either."""
     one = CodecRuntime(TwoNodes(device_type="cuda"), "balanced", None, list)
     one.begin_run(2)
-    layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+    layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
     for name in ("fp8", "fp4", "v"):
         add_errors(layer_codecs, (torch.nan, torch.nan), name=name)
     one.end_step()
@@ -395,7 +398,7 @@ def test_bits_of_a_run_do_not_follow_from_another_one() -> None:
     for error in (1.0, 1e-8):
         one.begin_run(6)
         for _ in range(3):
-            layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+            layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
             found.append(layer_codecs.step.codecs["v"].bits)
             send(layer_codecs, (error, 1.0))
             one.end_step()
@@ -425,7 +428,7 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
     errors, found_exact = [], set()
     for step in range(8):
-        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+        layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
         codec, _ = choose(layer_codecs, "v", ALL_HEADS, shape, torch.float32)
         link_state = layer_codecs.link_state("v", ALL_HEADS)
         values = first + 0.05 * step * change
@@ -459,7 +462,7 @@ def test_another_transformer_drops_references_of_the_one_before(order: str, keyf
         one.begin_run(20)
         for step, transformer in enumerate(order):
             for branch in (0, 1):
-                layer_codecs = one.layer_codecs("attn", transformer, branch, SIZES, transformer)
+                layer_codecs = one.layer_codecs(CodedCall("attn", transformer, branch, SIZES, transformer))
                 assert reference_value(layer_codecs) == (None if step in keyframes else ord(transformer) + branch)
                 set_reference(layer_codecs, ord(transformer) + branch)
             one.end_step()
@@ -472,7 +475,7 @@ def test_the_memory_budget_covers_the_current_transformer_only() -> None:
     one = CodecRuntime(TwoNodes(), "balanced", None, list, memory_budget=need, reporter=reporter(logged))
     one.begin_run(20)
     for transformer in "aabb":
-        assert one.layer_codecs("attn", transformer, 0, SIZES, transformer) is not None
+        assert one.layer_codecs(CodedCall("attn", transformer, 0, SIZES, transformer)) is not None
         one.end_step()
     assert [line for line in logged if "and send 8 bits" in line] == [
         line for line in logged if ": 0 of 1 layers" in line
@@ -484,7 +487,7 @@ def test_two_transformers_of_one_step_keep_their_references() -> None:
     one.begin_run(20)
     for step in range(4):
         for transformer in "ab":
-            layer_codecs = one.layer_codecs("attn", transformer, 0, SIZES, transformer)
+            layer_codecs = one.layer_codecs(CodedCall("attn", transformer, 0, SIZES, transformer))
             assert reference_value(layer_codecs) == (ord(transformer) if step else None)
             set_reference(layer_codecs, ord(transformer))
         one.end_step()
@@ -497,11 +500,11 @@ def test_layers_without_references_do_not_choose_bits() -> None:
     for errors in ((0.006, 0.006), (0.006, 0.1)):
         one.begin_run(8, step=2)
         for step, error in enumerate(errors):
-            layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+            layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
             found[errors, step] = layer_codecs.step.codecs["v"].bits
             send(layer_codecs, (error**2, 1.0))
             one.end_step()
-        found[errors, "next"] = one.layer_codecs("a", 1, 0, SIZES).step.codecs["v"].bits
+        found[errors, "next"] = one.layer_codecs(CodedCall("a", 1, 0, SIZES)).step.codecs["v"].bits
     (small, large) = ((0.006, 0.006), (0.006, 0.1))
     assert found[small, 1] == found[large, 1] == RateControl(PRESETS["fast"].error).bits(1)
     assert found[small, "next"] < found[large, "next"]

@@ -18,6 +18,7 @@ from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -124,7 +125,7 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, mode: str, sc
         for branch in range(BRANCHES):
             tensors = [content(name, branch, step, heads) for name in "qkv"]
             mine = [pad_heads(by_rank(each, size).chunk(size, 2)[rank], fast).contiguous() for each in tensors]
-            codecs = real.layer_codecs("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True)
+            codecs = real.layer_codecs(CodedCall("attn", 1, branch, LayerSizes.of(*mine), gathers_kv=True))
             ulysses = UlyssesAttention(mesh, layer_codecs=codecs, gather=partition)
             ulysses.start_inputs(*mine)
             _, *arrived = ulysses.wait_inputs(0)
@@ -132,7 +133,7 @@ def gather_really_and_virtually(rank: int, sizes: str, heads: int, mode: str, sc
             of_mine = LayerSizes.of(*mine)
             assert shares == of_mine._replace(row_values=shares.row_values)  # few tokens share a row in few ways
             seen.clear()
-            codecs = simulated.layer_codecs("attn", 1, branch, shares, gathers_kv=True)
+            codecs = simulated.layer_codecs(CodedCall("attn", 1, branch, shares, gathers_kv=True))
             virtual.attend(tensors, SEGMENTS, codecs, attention)
             for found, expected in zip(arrived, seen[partition.slow_index], strict=True):
                 of_rank = pad_heads(by_rank(expected, size), fast).chunk(fast, 1)[partition.fast_index]

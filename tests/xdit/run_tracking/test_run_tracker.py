@@ -14,6 +14,7 @@ import xfuser_cocodiff
 from tests.coded_layers import TwoNodes, reporter
 from tests.engine.compression import test_runtime
 from tests.engine.compression.test_runtime import SIZES
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
@@ -224,7 +225,7 @@ def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: Record
     session.runtime = CodecRuntime(TwoNodes(), "balanced", None, list, reporter=reporter(logged))
 
     def send() -> None:
-        test_runtime.send(session.runtime.layer_codecs("a", 1, 0, SIZES), (4.0, 1e4))
+        test_runtime.send(session.runtime.layer_codecs(CodedCall("a", 1, 0, SIZES)), (4.0, 1e4))
 
     def lines() -> int:
         return sum(line.startswith("error 2.00% (V 2.00%) at 3.20 bits per value on this rank") for line in logged)

@@ -15,6 +15,7 @@ from tests.engine.compression.test_runtime import SIZES, reference_value, runtim
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session import batched_branches as batched_branches_module
 from xfuser_cocodiff.xdit.session import runs
@@ -67,7 +68,7 @@ class Transformer(nn.Module):
         root = self.root
         if root.run is None:
             return False
-        layer_codecs = self.session.runtime.layer_codecs("a", id(self), root.calls - 1, SIZES, id(root))
+        layer_codecs = self.session.runtime.layer_codecs(CodedCall("a", id(self), root.calls - 1, SIZES, id(root)))
         if layer_codecs is None:
             return False
         found = reference_value(layer_codecs)
@@ -155,7 +156,7 @@ def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session.runs.begin(None)
     found = []
     for _ in range(70):
-        codecs = session.runtime.layer_codecs("a", 1, 0, SIZES).step.codecs["v"]
+        codecs = session.runtime.layer_codecs(CodedCall("a", 1, 0, SIZES)).step.codecs["v"]
         found.append(codecs.token_fraction)
         session.runs.end_step()
     assert found[1] == pytest.approx(1 - 0.5 / 49)
@@ -256,7 +257,7 @@ def batched_branches(session: FakeSession, steps: Iterable[list[torch.Tensor]]) 
     for calls in steps:
         for latents in calls:
             session.runs.before_call(root, (), {"hidden_states": latents})
-            session.runtime.layer_codecs("a", 1, root.calls, SIZES, batched_branches=root.batched_branches)
+            session.runtime.layer_codecs(CodedCall("a", 1, root.calls, SIZES, batched_branches=root.batched_branches))
             root.calls += 1
             counts.append(root.batched_branches)
         session.runs.end_step()

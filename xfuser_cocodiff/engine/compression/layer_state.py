@@ -9,7 +9,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LinkStat
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 
 
-class LayerCall(NamedTuple):
+class CodedCall(NamedTuple):
     """A call of a layer in the current step; the same on all ranks."""
 
     layer: str
@@ -32,7 +32,7 @@ class LayerCall(NamedTuple):
 class LayerState:
     """Link states and statistics of one layer in one branch."""
 
-    first_call: LayerCall
+    first_call: CodedCall
     """First call of the layer in the run."""
     planned_bytes: ReferenceBytes
     """Memory that the layer's references take."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from xfuser_cocodiff.engine.compression import reference_memory
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LinkState
-from xfuser_cocodiff.engine.compression.layer_state import LayerCall, LayerState
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall, LayerState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.run_clock import RunClock
@@ -83,7 +83,7 @@ class ReferenceStore:
         """Return whether this run has not called a transformer yet."""
         return transformer not in self._transformers
 
-    def state_of(self, call: LayerCall) -> LayerState:
+    def state_of(self, call: CodedCall) -> LayerState:
         """Return the state of a layer that is called, created at its first call."""
         key = call.key, call.branch
         if key not in self.states:
@@ -131,7 +131,7 @@ class ReferenceStore:
         states = (self.states.get((key, branch)) for branch in range(1, self._num_branches))
         return [state for state in states if state]
 
-    def _new_state(self, call: LayerCall) -> LayerState:
+    def _new_state(self, call: CodedCall) -> LayerState:
         """Return the state of a layer that a branch calls for the first time in this run."""
         if self.is_new(call.transformer):
             self._drop_finished_transformers()
@@ -148,7 +148,7 @@ class ReferenceStore:
         is_exact = is_exact or (not has_references and self._schedule.keyframe_codec.is_exact)
         return LayerState(call, planned, is_exact, has_references, coding_seconds, self._clock.step)
 
-    def _keeps_more_values(self, call: LayerCall) -> bool:
+    def _keeps_more_values(self, call: CodedCall) -> bool:
         """Return whether the leading branch keeps values because of a new one: the first that follows counts them."""
         leader = self._leading(call.key, call.branch)
         leads, *is_counted = (
@@ -171,7 +171,7 @@ class ReferenceStore:
         num_slow = self._layout.num_slow
         return (1, num_slow) if gathers_kv else (num_slow, self._ring_layout.num_slow)
 
-    def _coding_seconds(self, call: LayerCall) -> tuple[float, float]:
+    def _coding_seconds(self, call: CodedCall) -> tuple[float, float]:
         """Return the link time that coding a layer saves and the host time that it adds, over Ulysses group and ring.
 
         Both are 0 where the slow axes were not measured. A lossless layer would send by heads, also if it gathers K and

@@ -1,6 +1,6 @@
 """Runs and their steps: the codecs of each layer at each step, and what a step's errors decide for later ones."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -8,9 +8,8 @@ from xfuser_cocodiff.engine.codec.codec import EXACT
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout, AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.compression.layer_state import LayerCall, LayerState
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall, LayerState
 from xfuser_cocodiff.engine.compression.rate_control import RateControl
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
 from xfuser_cocodiff.engine.compression.run_clock import RunClock
 from xfuser_cocodiff.engine.compression.run_reporter import RunReporter
@@ -190,48 +189,22 @@ class CodecRuntime:
             state.stats = CodecStats()
         return StartedReport(report, not self._checks_after_step, self._errors.start_readout())
 
-    def layer_codecs(
-        self,
-        layer: str,
-        key: Hashable,
-        branch: int,
-        sizes: LayerSizes,
-        transformer: Hashable = None,
-        gathers_kv: bool = False,
-        gathers_lossless: bool = False,
-        batched_branches: int = 1,
-    ) -> LayerCodecs | None:
+    def layer_codecs(self, call: CodedCall, gathers_lossless: bool = False) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group at this step, or None if it is lossless.
 
         Args:
-            layer: name of the layer.
-            key: distinguishes the layer from those of other transformers.
-            branch: number of the transformer's call within the step.
-            sizes: sizes of the layer's tensors on this rank.
-            transformer: distinguishes the layer's transformer from others.
-            gathers_kv: whether K and V are gathered along the slow axes, if this call is the layer's first in the run.
-            gathers_lossless: whether they are gathered if the layer is lossless; by heads when not given.
-            batched_branches: number of branches in the call's batch.
+            call: the call of the layer.
+            gathers_lossless: whether K and V are gathered if the layer is lossless; by heads when not given.
         """
-        call = LayerCall(layer, key, branch, sizes, transformer, batched_branches, gathers_kv)
         state = self._coded_state(call, gathers_lossless)
         return self._codecs_of(state, call, self._partition) if state else None
 
-    def ring_codecs(
-        self,
-        layer: str,
-        key: Hashable,
-        branch: int,
-        sizes: LayerSizes,
-        transformer: Hashable = None,
-        batched_branches: int = 1,
-    ) -> LayerCodecs | None:
+    def ring_codecs(self, call: CodedCall) -> LayerCodecs | None:
         """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
-        call = LayerCall(layer, key, branch, sizes, transformer, batched_branches)
         state = self._coded_state(call)
         return self._codecs_of(state, call, self._ring_partition, is_ring=True) if state else None
 
-    def _coded_state(self, call: LayerCall, gathers_lossless: bool = False) -> LayerState | None:
+    def _coded_state(self, call: CodedCall, gathers_lossless: bool = False) -> LayerState | None:
         """Return the state of a layer that is called; None outside of runs and for lossless layers."""
         if not self.is_running:
             return None
@@ -246,7 +219,7 @@ class CodecRuntime:
         return None
 
     def _codecs_of(
-        self, state: LayerState, call: LayerCall, partition: AxisLayout | None, is_ring: bool = False
+        self, state: LayerState, call: CodedCall, partition: AxisLayout | None, is_ring: bool = False
     ) -> LayerCodecs | None:
         """Return a layer's codecs at this step; None if the partition has no slow axis."""
         if partition is None:

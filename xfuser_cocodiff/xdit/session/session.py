@@ -24,6 +24,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
@@ -310,9 +311,8 @@ class Session:
         in_graph = gathers_kv and isinstance(call, TracedCall)  # whose exchange is fixed even if the layer is lossless
         if self.simulator and self.simulator.is_ring:
             return self.ring_codecs(layer, sizes)
-        codecs = self.runtime.layer_codecs(
-            layer.name, id(layer), layer.branch, sizes, id(root), gathers_kv, in_graph, root.batched_branches
-        )
+        of_layer = layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches
+        codecs = self.runtime.layer_codecs(CodedCall(*of_layer, gathers_kv), in_graph)
         if self.reference_check:
             self.reference_check.note(layer.name, codecs, self.ranks)
         if call is not None and codecs is not None:  # the first call of a layer is not wrapped yet
@@ -340,7 +340,8 @@ class Session:
         if not self._is_encoded(layer):
             return None
         root = layer.root
-        codecs = self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches)
+        of_layer = layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches
+        codecs = self.runtime.ring_codecs(CodedCall(*of_layer))
         if self.reference_check:
             self.reference_check.note(layer.name, codecs, self.ring_ranks)
         return codecs
