@@ -1,7 +1,7 @@
 """Pipeline of xDiT on one rank, to evaluate virtual ranks."""
 
 import inspect
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,15 +39,17 @@ class SingleRankPipeline:
         if self.makes_videos:
             self.pipe.vae.enable_slicing()  # HunyuanVideo 1.5's autoencoder decodes one video at a time
 
-    def configure(self, config: CocoDiffConfig | None, virtual_ranks: Callable[..., Any] | None = None) -> None:
+    def configure(self, config: CocoDiffConfig | None, virtual_ranks: Any = None) -> None:
         """Run the pipeline with a config of virtual ranks from now on.
 
         Args:
             config: config with virtual ranks; None runs stock xDiT.
-            virtual_ranks: class that replaces that of the virtual ranks.
+            virtual_ranks: class that replaces that of the virtual ranks; None for their own.
         """
         from xfuser.core.distributed import initialize_runtime_state
 
+        if config and virtual_ranks:
+            config = replace(config, virtual_ring=virtual_ranks.is_ring)
         model = self._runner.model
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
