@@ -185,7 +185,7 @@ def compare_stages(rank: int, world_size: int, arguments: list[str], topology: s
 @pytest.mark.parametrize(
     ("model", "degree", "topology"),
     slow_but(
-        [("FLUX.1-dev", 2, "gpu=2")],
+        [("FLUX.1-dev", 4, "node=2,gpu=2")],  # where a patch and the text are as long as all patches together
         [(model, *each) for model in ("FLUX.1-dev", "SD3.5") for each in ((2, "gpu=2"), (4, "node=2,gpu=2"))],
     ),
 )

@@ -259,7 +259,7 @@ def _padded(
 
 def _keeps_kv(attn_layer: Any) -> bool:
     """Return whether xDiT keeps K and V of a layer for PipeFusion. With one patch it would copy and never read them."""
-    return host.usp()._has_kv_cache(attn_layer) and host.runtime_state().num_pipeline_patch > 1
+    return host.usp()._has_kv_cache(attn_layer) and host.has_patches()
 
 
 def _join_query(

@@ -232,7 +232,8 @@ class Layer(BaseLayer):
         source, requested = structure.source, call.requested
         found: Recipe | None = None
         if source.path in requested and not any(each.is_written for each in requested.values()):
-            copied = find_copied(getattr(self.module, "processor", None))
+            # With PipeFusion, processors join V with that of other patches, which they keep from earlier steps.
+            copied = None if host.has_patches() else find_copied(getattr(self.module, "processor", None))
             found = find_recipe(value, source, copied, call.outputs, call.num_hidden)
         if found is None:
             self._refuse(f"it is not known how V is built from {source.path} here")

@@ -50,6 +50,12 @@ def runtime_state() -> Any:
     return _RUNTIME
 
 
+def has_patches() -> bool:
+    """Return whether PipeFusion divides the sequence into patches, so that layers keep K and V of the others."""
+    state = runtime_state()
+    return state is not None and state.num_pipeline_patch > 1
+
+
 def backend_name(backend: Any = None) -> str:
     """Return the name of an attention backend, such as "SDPA"; by default that of the current step, the same on all
     ranks."""
