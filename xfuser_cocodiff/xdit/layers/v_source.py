@@ -2,7 +2,7 @@
 
 Whether a call builds V so is decided by structure alone: which projections ran, shapes, memory, version counters. A V
 that is a view of a projection needs no more. A V that was copied on the way does: its processor must be in the table,
-with the same source code.
+with the same source code, and there are no patches of PipeFusion, whose V processors keep.
 """
 
 import contextlib
@@ -127,8 +127,8 @@ class Recipe:
         """Return whether V may be built so: by its shape and dtype, and where it is a view, by its place in memory."""
         with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
             built = self.build(outputs, num_hidden)
-            is_alike = built.shape == value.shape and built.dtype == value.dtype
-            return is_alike and (not self.is_view or _place(built) == _place(value))
+            is_same_kind = built.shape == value.shape and built.dtype == value.dtype
+            return is_same_kind and (not self.is_view or _place(built) == _place(value))
         return False
 
     def _v_heads(self, output: torch.Tensor) -> torch.Tensor:
