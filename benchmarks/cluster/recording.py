@@ -32,12 +32,10 @@ from benchmarks.full_size import transformer as full_size
 from benchmarks.full_size.transformer import FullSizeTransformer
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.xdit.attention import eager_attention
-from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.layers import schedule_candidates
 from xfuser_cocodiff.xdit.session.session import Session
@@ -267,18 +265,8 @@ def independent_heads_and_queries() -> Iterator[None]:
     That is so with kernels that compute each head and each block of queries on its own. Tensors without values cannot
     show it.
     """
-    with (
-        mock.patch.object(eager_attention, "HeadGroupCheck", _AssumedCheck),
-        mock.patch.object(eager_attention, "compare_gathered", lambda *given: dict.fromkeys(given[-1], True)),
-    ):
+    with mock.patch.object(eager_attention, "equal_outputs", lambda *_: True):
         yield
-
-
-class _AssumedCheck(HeadGroupCheck):
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup
-    ) -> torch.Tensor:
-        return self._attend(query, key, value, ALL_HEADS)
 
 
 @contextmanager

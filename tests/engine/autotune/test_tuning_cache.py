@@ -22,7 +22,7 @@ TOPOLOGY = Topology.parse("2x2", 4)
 def cache_in(folder: Path, **machine: str) -> TuningCache:
     profile = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
     machine = {"torch": "1", "degree": 4, **machine}
-    return TuningCache(machine, profile, {"exact auto A 1": OverlapSchedule(True, 4, flat=True)}, folder)
+    return TuningCache(machine, profile, {"exact auto A 1": OverlapSchedule(True, 4, stock=True)}, folder)
 
 
 def test_cache_is_read_as_written(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State, ro
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 CPU = torch.device("cpu")
-FLAT, V_FIRST = OverlapSchedule(flat=True), OverlapSchedule(True)
+FLAT, V_FIRST = OverlapSchedule(stock=True), OverlapSchedule(True)
 IN_TWO, IN_FOUR = V_FIRST._replace(groups=2), V_FIRST._replace(groups=4)
 ROUNDS = (PLUGIN, STOCK, STOCK, PLUGIN, PLUGIN, STOCK, STOCK, PLUGIN)
 """Candidate of each round with two candidates."""
@@ -340,7 +340,7 @@ def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[s
 @pytest.mark.parametrize(
     ("by_rank", "expected"),
     [
-        ([{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}], "QKV together, 1 head group"),  # the mean saves 3 %
+        ([{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}], "stock"),  # the mean saves 3 %
         ([{True: 1.0, False: 0.96}, {True: 1.0, False: 1.1}], "V first, 1 head group"),
     ],
 )

@@ -33,8 +33,6 @@ class CommSetup:
     """Tuning results of the machine."""
     profile: Profile | None = None
     """Link profile, measured or given; None where none is needed."""
-    flat_mesh: Mesh | None = None
-    """The same mesh with flat collectives, as in stock xDiT; None if the config names a plan or no links are known."""
     gather: AxisPartition | None = None
     """Partition whose slow side is the axes along which K and V may be gathered; None where they never are. In a lossy
     mode it is :attr:`partition`; in `exact` these axes need not be slow."""
@@ -80,8 +78,6 @@ def set_up_comm(
     hides_host = not config.synchronous and devices.capabilities(device.type).is_asynchronous
     slow_axes = _slow_axes(config, profile, max_over_all)
     gathered_axes = _gathered_axes(config, slow_axes, profile is not None and hides_host) if may_gather else ()
-    if profile and config.plan is None:
-        setup.flat_mesh = mesh  # the first candidate is its plan for all sizes
     rules = _rules(config, mesh.policy, profile, hides_host)
     if profile and gathered_axes:
         rules = _with_gather_rules(rules, config, profile, slow_axes, gathered_axes)

@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.comm.rank_results import gather_results
 from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
-_SCHEMA = 10
+_SCHEMA = 11
 
 
 @dataclass
@@ -56,8 +56,10 @@ class TuningCache:
             if profile and str(profile.topology) != values["machine"].get("topology", str(profile.topology)):
                 raise ValueError(f"its profile has the topology {profile.topology}, not that of its machine")
             schedules = {
-                signature: OverlapSchedule(bool(v_first), int(groups), bool(overlaps_mlp), bool(flat), bool(gathers_kv))
-                for signature, (v_first, groups, overlaps_mlp, flat, gathers_kv) in values["schedules"].items()
+                signature: OverlapSchedule(
+                    bool(v_first), int(groups), bool(overlaps_mlp), bool(stock), bool(gathers_kv)
+                )
+                for signature, (v_first, groups, overlaps_mlp, stock, gathers_kv) in values["schedules"].items()
             }
             return cls(dict(values["machine"]), profile, schedules)
         except (AttributeError, KeyError, TypeError, OverflowError) as error:

@@ -11,7 +11,7 @@ dim.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -30,7 +30,6 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.step_errors import TensorError
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison.segments import segments
-from xfuser_cocodiff.xdit.session.session import Session
 
 _HEAD_DIM, _TOKEN_DIM = 1, 2
 """Dims of heads and tokens in (B, H, N, D)."""
@@ -83,31 +82,28 @@ class VirtualRanks:
         padded_heads = heads + -heads % self.layout.num_fast if gathers_kv else heads
         return Fraction(tokens * padded_heads, shape[_TOKEN_DIM] * self.topology.size * heads)
 
-    def attention(
-        self,
-        original: Attention,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        arguments: Any,
-        can_gather: bool,
-        session: Session,
-    ) -> torch.Tensor:
+    def attention(self, call: Any) -> torch.Tensor:
         """Return attention on tensors with the compression error of all virtual ranks; see :class:`Simulator`."""
-        assert session.runtime
-        (query, key, value), layer = tensors, session.layers.find_layer()
+        session, tensors = call.session, (call.query, call.key, call.value)
+        layer, num_queries = session.layers.find_layer(), call.query.shape[2]
         layer_codecs = None
-        if layer and not arguments.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
+        if layer and not call.joint_strategy and not num_queries == call.key.shape[2] == call.value.shape[2]:
             session.runtime.inactive_reason = (
                 "K and V have other tokens than Q, and their distribution over ranks is unknown"
             )
-        elif layer and not arguments.joint_strategy:
+        elif layer and not call.joint_strategy:
             layer.count_call()
-            parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-            gathers_kv = can_gather and session.gathers_kv(query, key)
-            fraction = self.shard_fraction((key if gathers_kv else query).shape, parts, gathers_kv)
-            sizes = LayerSizes.of(query, key, value, fraction=fraction)
-            layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
-        attend = functools.partial(original, **vars(arguments))
-        return attend(*tensors) if layer_codecs is None else self.attend(tensors, parts, layer_codecs, attend)
+            parts = segments(layer.root.transformer, layer.root.shapes, num_queries)
+            gathers_kv = call.gathers_coded
+            fraction = self.shard_fraction((call.key if gathers_kv else call.query).shape, parts, gathers_kv)
+            layer_codecs = session.layer_codecs(layer, LayerSizes.of(*tensors, fraction=fraction), gathers_kv)
+        if layer_codecs is None:
+            return call.compute_by_xdit()
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return replace(call, query=query, key=key, value=value).compute_by_xdit()
+
+        return self.attend(tensors, parts, layer_codecs, attend)
 
     def attend(
         self, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs, attention: Attention

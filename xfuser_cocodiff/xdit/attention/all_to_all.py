@@ -1,7 +1,8 @@
 """Patches of xDiT's Ulysses all-to-alls."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -12,6 +13,8 @@ from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.session import active
 
 _USP = usp_versions.MODULE
+_runs_stock = False
+"""Whether stock's own all-to-alls run at the moment."""
 
 
 def patches() -> list[Patch]:
@@ -43,6 +46,21 @@ def patches() -> list[Patch]:
     return [patch for patch in known if usp_versions.has(patch.symbol)]
 
 
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
+    """Return a context in which stock's own all-to-alls run."""
+    global _runs_stock
+    _runs_stock = True
+    try:
+        yield
+    finally:
+        _runs_stock = False
+
+
+def _mesh() -> Mesh | None:
+    return None if _runs_stock else active().mesh
+
+
 def is_supported(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:
     """Return whether the plugin's all-to-all supports these tensors; stock handles or rejects others.
 
@@ -58,7 +76,7 @@ def _single(scatter_dim: int, gather_dim: int) -> Callable[[Callable], Callable]
     def replace(original: Callable) -> Callable:
         @functools.wraps(original)
         def all_to_all(x: torch.Tensor) -> torch.Tensor:
-            mesh = active().mesh
+            mesh = _mesh()
             if not is_supported((x,), scatter_dim, mesh):
                 return original(x)
             # Not every backend supports 8-bit types, and none has to.
@@ -76,7 +94,7 @@ def _packed(are_compatible: Callable[..., bool]) -> Callable[[Callable], Callabl
         def all_to_all(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
-            tensors, mesh = (q, k, v, *extra), active().mesh
+            tensors, mesh = (q, k, v, *extra), _mesh()
             if not (is_supported(tensors, HEADS, mesh) and are_compatible(*tensors)):
                 return original(*tensors)
             return tuple(reshard(tensors, HEADS, SEQUENCE, mesh))

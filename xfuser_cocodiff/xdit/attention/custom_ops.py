@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend, UlyssesAttention, o
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules, share_schedules
+from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules, find_worthwhile, share_schedules
 from xfuser_cocodiff.xdit.attention.tracing import traced_path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
@@ -76,8 +76,7 @@ def _send_value(value: torch.Tensor, path: str, num_gathered: int) -> torch.Tens
     schedule = signature.schedule if signature else OverlapSchedule()
     name = layer.name if layer else ""
     gather = session.gather if num_gathered > 1 else None
-    mesh = session.mesh if gather else session.mesh_of(schedule)
-    ulysses = UlyssesAttention(mesh, layer=name, gather=gather)
+    ulysses = UlyssesAttention(session.mesh, layer=name, gather=gather)
     schedule = schedule._replace(groups=1)  # all heads at once
     session.begin_traced_call(TracedCall(schedule, signature, layer=layer, ulysses=ulysses))
     if schedule.v_first:
@@ -102,7 +101,8 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
         if call.signature.candidates is None:
             share_schedules(call.signature, session)
         if call.signature.candidates is None:
-            choose_schedules(call.signature, session, query, key, value)
+            worthwhile = find_worthwhile(call.signature, session, (query, key, value), None, False)
+            choose_schedules(call.signature, session, worthwhile)
     call.ulysses.layer_codecs = _codecs(session, call.layer, sizes, call.ulysses.gather is not None)
     call.ulysses.start_inputs(query, key, value)
     return _new_ticket()

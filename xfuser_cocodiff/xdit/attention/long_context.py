@@ -6,6 +6,7 @@ Sizes in shapes: B batch, S sequence, H heads, D head dim.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.attention.all_to_all import is_supported
-from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, scheduled_attention
+from xfuser_cocodiff.xdit.attention.eager_attention import AttentionCall, AttentionInputs
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
@@ -45,6 +48,16 @@ def patches() -> list[Patch]:
             )
         ),
     ]
+
+
+@dataclass(frozen=True)
+class _Call(AttentionCall):
+    """A call of the attention, always by heads."""
+
+    given: AttentionInputs
+
+    def inputs(self, gather: AxisPartition | None) -> AttentionInputs:
+        return self.given
 
 
 class _AllToAll:
@@ -127,9 +140,9 @@ class _AllToAll:
                 return attended.transpose(1, 2)
 
             session.select_kernels()
-            inputs = AttentionInputs((query, key, value), lambda *_: attend)
+            call = _Call(AttentionInputs((query, key, value), lambda *_: attend))
             with session.layers.in_usp(original_value) as in_flight:
-                attended = scheduled_attention(lambda _: inputs, in_flight, session).transpose(1, 2)
+                attended = eager_attention.attend(call, in_flight, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()
 

@@ -3,7 +3,6 @@
 Padding does not change results: heads attend independently, and attention leaves out tokens added at the end.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, pad_heads
+from xfuser_cocodiff.engine.attention.reshard import SEQUENCE
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
@@ -20,7 +19,6 @@ from xfuser_cocodiff.xdit.session.session import active
 _FLUX, _WRAPPER = "xfuser.model_executor.models.transformers.transformer_flux", "xFuserFlux1Transformer2DWrapper"
 _XDITS_PADDING = _FLUX, f"{_WRAPPER}._pad_to_sp_divisible"
 """Function with which a newer xDiT pads tokens itself; then its results count."""
-_JOINT = ("joint_query", "joint_key", "joint_value")
 
 
 def patches() -> list[Patch]:
@@ -106,31 +104,6 @@ def _pad_tokens(original: Callable) -> Callable:
         return (sample, *output[1:]) if isinstance(output, tuple) else output.__class__(sample)
 
     return forward
-
-
-def can_pad(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Return whether the heads of Q can be padded together with those of K and V."""
-    return query.shape[HEADS] % key.shape[HEADS] == 0
-
-
-def pad_to_divisible(tensors: list[torch.Tensor], arguments: Any, degree: int) -> tuple[list[torch.Tensor], Any]:
-    """Return Q, K and V and the other arguments of USP with heads zero-padded to a multiple of the degree.
-
-    Args:
-        tensors: Q, K and V, shape (B, H, S, D) each; K and V may have fewer heads, each for several of Q.
-        arguments: dataclass of USP's other arguments, with the joint tensors among its fields.
-        degree: Ulysses degree.
-    """
-    query, key, value = tensors
-    heads_per_group = query.shape[HEADS] // key.shape[HEADS]
-    multiples = degree * heads_per_group, degree, degree
-    joint = {
-        name: pad_heads(getattr(arguments, name), multiple)
-        for name, multiple in zip(_JOINT, multiples, strict=True)
-        if getattr(arguments, name) is not None
-    }
-    padded = [pad_heads(tensor, multiple) for tensor, multiple in zip((query, key, value), multiples, strict=True)]
-    return padded, dataclasses.replace(arguments, **joint) if joint else arguments
 
 
 def drop_padding(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:

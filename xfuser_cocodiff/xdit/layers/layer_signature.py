@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
+from xfuser_cocodiff.engine.attention.overlap_schedule import BY_HEADS, Division, OverlapSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_source
@@ -70,8 +70,8 @@ class LayerSignature:
     """Sizes of this rank's tensors in the last call, where codecs may encode them."""
     gathers_kv: bool = False
     """Whether the last call, if it was encoded, gathered K and V."""
-    is_same: dict[tuple[int, bool], bool] = field(default_factory=dict)
-    """Whether attention is bit-identical on all ranks, by number of head groups and whether K and V are gathered."""
+    is_same: dict[Division, bool] = field(default_factory=lambda: {BY_HEADS: True})
+    """Whether attention is bit-identical to stock's on all ranks, by its division."""
     has_parallel_mlp: bool = False
     """Whether the block has an MLP that can be computed during the all-to-all of Q, K and V."""
     candidates: ScheduleCandidates | None = None
@@ -93,17 +93,12 @@ class LayerSignature:
         if self.candidates is None:
             return OverlapSchedule()
         schedule = self.candidates.schedule
-        return schedule if self._is_same(schedule) else schedule._replace(groups=1, gathers_kv=False)
+        return schedule if self.is_same.get(schedule.division) else schedule.divided(BY_HEADS)
 
     @property
     def is_checked(self) -> bool:
         """Whether it is known if attention by the schedule of its size is bit-identical."""
-        return self.candidates is not None and self._is_same(self.candidates.schedule) is not None
-
-    def _is_same(self, schedule: OverlapSchedule) -> bool | None:
-        """Return whether attention by a schedule is bit-identical; None if that is not known."""
-        division = schedule.groups, schedule.gathers_kv
-        return division == (1, False) or self.is_same.get(division)
+        return self.candidates is not None and self.candidates.schedule.division in self.is_same
 
     @property
     def unequal(self) -> tuple[int, ...]:

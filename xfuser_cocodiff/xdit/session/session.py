@@ -121,9 +121,18 @@ class Session:
         """
         return self.runtime is not None or self._is_on_host
 
-    def mesh_of(self, schedule: OverlapSchedule) -> Mesh:
-        """Return the mesh for the all-to-alls of a schedule."""
-        return (self.comm_setup.flat_mesh or self.mesh) if schedule.flat else self.mesh
+    @property
+    def may_run_stock(self) -> bool:
+        """Whether stock's attention may run where nothing else is faster: without padded tokens, which it would attend
+        to, and without options for the plugin's all-to-alls."""
+        config = self.config
+        has_options = config is None or config.plan or config.timeout or self.overlap != Overlap()
+        return not (has_options or self.padding)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether collectives block, so that nothing hides them."""
+        return self.config is not None and self.config.synchronous
 
     @property
     def gather(self) -> AxisPartition | None:

@@ -1,7 +1,6 @@
 """The hook for --cocodiff_virtual: one rank that simulates the codecs of many, which the tools provide."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,23 +23,8 @@ class Simulator(Protocol):
     def gather_layout(self) -> AxisLayout | None:
         """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
 
-    def attention(
-        self,
-        original: Callable[..., torch.Tensor],
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        arguments: Any,
-        can_gather: bool,
-        session: Any,
-    ) -> torch.Tensor:
-        """Return attention as all simulated ranks would compute it together.
-
-        Args:
-            original: xDiT's USP.
-            tensors: Q, K and V, (B, H, N, D) each.
-            arguments: other arguments of USP.
-            can_gather: whether attention may have fewer queries than keys.
-            session: active session.
-        """
+    def attention(self, call: Any) -> torch.Tensor:
+        """Return the output of a call of USP as all simulated ranks would compute it together; see `usp_call`."""
 
 
 def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> Any:

@@ -236,8 +236,6 @@ def _check_groups(session: Session, group: dist.ProcessGroup, ring_group: dist.P
 def _checked_meshes(setup: CommSetup, size: int) -> Iterator[CheckedMesh]:
     """Yield the meshes of a group, and their ranks by number in the group."""
     yield CheckedMesh(setup.mesh, range(size))
-    if setup.flat_mesh:
-        yield CheckedMesh(setup.flat_mesh, range(size))
     for partition in {id(each): each for each in (setup.partition, setup.gather)}.values():
         if partition and partition.fast:
             yield CheckedMesh(partition.slow, range(partition.fast_index, size, partition.num_fast))
