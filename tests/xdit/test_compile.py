@@ -90,7 +90,6 @@ def trace_as_for_devices(rank: int, v_first: bool) -> None:
     group, transformer, step = start(rank, depth=2)
     expected = step()
     session = starting.create_session(group, config_of(2, "flat"))
-    session._is_on_host = False
     session.overlap = dataclasses.replace(session.overlap, v_first=v_first)
     bare_runtime.use_session(session)
     graphs: list[str] = []

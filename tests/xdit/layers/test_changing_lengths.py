@@ -1,6 +1,7 @@
 """Requests whose text has another length each time, as in a service of Qwen-Image: what they cost, on real ranks."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
@@ -33,8 +34,8 @@ class Cost:
     """Calls of `linear` beyond those of stock."""
     is_equal: bool
     """Whether all outputs are stock's."""
-    groups: set[int] = field(default_factory=set)
-    """Numbers of head groups of all calls of attention."""
+    groups: Counter[int] = field(default_factory=Counter)
+    """Numbers of calls of attention by number of head groups."""
 
 
 class Service:
@@ -63,12 +64,12 @@ class Service:
         of_stock = len(projections) * STEPS
         projections.clear()
         bare_runtime.use_session(self.session)
-        all_reduce, collectives, groups = self.session.all_reduce, [], set()
+        all_reduce, collectives, groups = self.session.all_reduce, [], Counter()
         self.session.all_reduce = lambda *args: collectives.append(1) or all_reduce(*args)
         run = ulysses.UlyssesAttention.run
 
         def counted(call: ulysses.UlyssesAttention, *args: object) -> torch.Tensor:
-            groups.add(call._groups)
+            groups[call._groups] += 1
             return run(call, *args)
 
         results = []
@@ -141,4 +142,5 @@ def test_head_groups_are_checked_at_each_length() -> None:
     """A kernel may divide its work by the number of tokens."""
     for costs in ranks.run(serve_with_groups, 2):
         assert all(each.is_equal for each in costs)
-        assert [2 in each.groups for each in costs] == [True, False, True, False]
+        checks = 2  # of double and of single blocks
+        assert [each.groups[2] > checks for each in costs] == [True, False, True, False]

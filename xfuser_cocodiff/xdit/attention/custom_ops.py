@@ -1,9 +1,9 @@
-"""All-to-alls of attention as custom operators for compiled graphs.
+"""All-to-alls of attention as custom operators for compiled graphs in lossy modes.
 
-When a graph runs, the operators use plans, schedules, codecs and statistics as eager mode does. Ordered effects
-and a ticket, a tensor that each operator passes to the next, keep them in one order, the same on all ranks, so that one
-attention call is in flight at a time. An operator takes tensors that were sent before once more, to keep them alive
-until then and to tell the shape of its result.
+When a graph runs, the operators use plans, codecs and statistics as eager mode does. Ordered effects and a ticket, a
+tensor that each operator passes to the next, keep them in one order, the same on all ranks, so that one attention call
+is in flight at a time. An operator takes tensors that were sent before once more, to keep them alive until then and to
+tell the shape of its result.
 
 Sizes in shapes: P ranks over which heads are divided, G coordinates along which K and V are gathered (1 where they are
 not), B batch, H heads, S sequence, D head dim.
@@ -20,7 +20,6 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend, UlyssesAttention, o
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules, find_worthwhile, share_schedules
 from xfuser_cocodiff.xdit.attention.tracing import traced_path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
@@ -66,21 +65,19 @@ def attention(
 
 
 def _send_value(value: torch.Tensor, path: str, num_gathered: int) -> torch.Tensor:
-    """Start the all-to-all of V if the schedule sends V first; otherwise it follows with Q and K, in the same graph."""
+    """Start the all-to-all of V if it goes first, from the second call of its shape on: codecs depend on the sizes of Q
+    and K too. Otherwise it follows with Q and K, in the same graph."""
     session = active()
     session.select_kernels()
     if (session.overlap.head_groups or 1) > 1:
         warn_once(HEAD_GROUPS_IGNORED)
     layer = session.layers.traced_layer(path)
-    signature = session.layers.signatures.of_graph(layer.name, value) if layer else None
-    schedule = signature.schedule if signature else OverlapSchedule()
-    name = layer.name if layer else ""
     gather = session.gather if num_gathered > 1 else None
-    ulysses = UlyssesAttention(session.mesh, layer=name, gather=gather)
-    schedule = schedule._replace(groups=1)  # all heads at once
-    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, ulysses=ulysses))
-    if schedule.v_first:
-        ulysses.layer_codecs = _codecs(session, layer, signature.sizes, gather is not None)
+    ulysses = UlyssesAttention(session.mesh, layer=layer.name if layer else "", gather=gather)
+    session.begin_traced_call(TracedCall(OverlapSchedule(), layer=layer, ulysses=ulysses))
+    sizes = layer.sizes.get(value.shape) if layer else None
+    if sizes and session.sends_v_first(value):
+        ulysses.layer_codecs = _codecs(session, layer, sizes, gather is not None)
         ulysses.start_value(value)
     return _new_ticket()
 
@@ -96,13 +93,8 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     """Start the all-to-all of Q and K, and of V if it has not been sent."""
     session = active()
     call, sizes = session.traced_call, LayerSizes.of(query, key, value)
-    if call.signature:
-        call.signature.sizes = sizes
-        if call.signature.candidates is None:
-            share_schedules(call.signature, session)
-        if call.signature.candidates is None:
-            worthwhile = find_worthwhile(call.signature, session, (query, key, value), None, False)
-            choose_schedules(call.signature, session, worthwhile)
+    if call.layer:
+        call.layer.sizes[value.shape] = sizes
     call.ulysses.layer_codecs = _codecs(session, call.layer, sizes, call.ulysses.gather is not None)
     call.ulysses.start_inputs(query, key, value)
     return _new_ticket()

@@ -41,8 +41,8 @@ def _with_overlap(original: Callable) -> Callable:
 
 
 def _compiled_attention(call: USPCall, session: Session) -> torch.Tensor:
-    """Compute attention in a compiled graph: by custom operators, or by functional collectives on devices whose graphs
-    are faster with those."""
+    """Compute attention in a compiled graph: in lossy modes by custom operators, else by collectives that PyTorch
+    traces, which CUDA graphs can capture."""
     mesh = session.mesh
     if not call.is_supported():
         return call.compute_by_xdit()
@@ -52,7 +52,7 @@ def _compiled_attention(call: USPCall, session: Session) -> torch.Tensor:
     inputs = call.inputs(session.gather if gathers_kv else None, with_ring=False)
     query, key, value = inputs.tensors
     attend = inputs.attend_with(None, "")
-    if session.uses_custom_ops:
+    if session.runtime:
         num_gathered = session.gather.num_slow if gathers_kv else 1
         return custom_ops.attention(query, key, value, attend, session.head_degree(gathers_kv), num_gathered)
     if session.sends_v_first(value):

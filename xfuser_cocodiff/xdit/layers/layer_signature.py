@@ -6,7 +6,6 @@ twice as many values are another one.
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -35,15 +34,13 @@ class LayerStructure:
     """How V is built from the projections, once a layer has shown it."""
     refusal: str | None = None
     """Reason why V cannot go first."""
-    in_graph: bool = False
-    """Whether its layers are in compiled graphs, where V can always go first."""
     reaches_usp: bool = False
     """Whether a layer has reached USP."""
 
     @property
     def ready(self) -> bool:
         """Whether V can go first."""
-        return self.in_graph or self.recipe is not None
+        return self.recipe is not None
 
     @property
     def is_known(self) -> bool:
@@ -53,9 +50,8 @@ class LayerStructure:
     @property
     def status(self) -> str:
         """Text for a report: whether V can go first, from which projections or why not."""
-        if self.ready:
-            source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "in a compiled graph"
-            return f"V can go first, {source}"
+        if self.recipe:
+            return f"V can go first, from {' and '.join(sorted(self.recipe.paths))}"
         return f"V does not go first: {self.refusal or 'too few calls to know where it comes from'}"
 
 
@@ -79,7 +75,7 @@ class LayerSignature:
 
     @property
     def name(self) -> str:
-        """Class of the module, or path of the layer in a graph."""
+        """Class of the module."""
         return self.structure.name
 
     @property
@@ -165,22 +161,7 @@ class LayerSignatures:
                 structure.refusal = "its module has no known projection of V"
         return self._signature(self._structures[key], arguments.values(), backend)
 
-    def of_graph(self, layer: str, value: torch.Tensor) -> LayerSignature:
-        """Return the signature of a call in a compiled graph, where V can always go first.
-
-        Args:
-            layer: path of the layer; paths that differ in numbers only have the same signature.
-            value: V, shape (B, H, S, D).
-        """
-        name = re.sub(r"\d+", "*", layer)
-        key = name, "compiled", (*value.shape[:2], value.shape[3]), value.dtype
-        if key not in self._structures:
-            self._structures[key] = LayerStructure(name, _digest(key), in_graph=True, reaches_usp=True)
-        return self._signature(self._structures[key], [value])
-
-    def _signature(
-        self, structure: LayerStructure, tensors: Iterable[torch.Tensor], backend: str = ""
-    ) -> LayerSignature:
+    def _signature(self, structure: LayerStructure, tensors: Iterable[torch.Tensor], backend: str) -> LayerSignature:
         """Return the signature of a call with these tensors, the newest one from now on."""
         shapes = tuple(tensor.shape for tensor in tensors)
         key = structure, shapes, backend

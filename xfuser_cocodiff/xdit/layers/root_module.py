@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+
 WRAPPER = "_orig_mod"
 """Name of the original module in torch.compile's wrapper."""
 
@@ -149,6 +151,8 @@ class BaseLayer:
         """The current call."""
         self.is_repeated = False
         """Whether the layer has been called before in the current call of the transformer."""
+        self.sizes: dict[torch.Size, LayerSizes] = {}
+        """Sizes of its tensors in a graph, by the shape of V."""
         self._root_call = 0
         """Number of the transformer's call in which the layer was called last."""
 

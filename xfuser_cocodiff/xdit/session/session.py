@@ -102,24 +102,11 @@ class Session:
             *(self._counts_calls, self.runs.before_call),
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
-        # Looked up here, since PyTorch cannot trace cached functions.
-        self._is_on_host = (
-            self.mesh is not None and not devices.capabilities(self.mesh.stages.device.type).is_asynchronous
-        )
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
             self.schedule_tuner = ScheduleTuner(
                 self._candidates, self._mean, self.all_agree, compute_device(), self.save_tuning
             )
-
-    @property
-    def uses_custom_ops(self) -> bool:
-        """Whether graphs communicate by the plugin's custom operators.
-
-        Codecs run in these operators only, and on a CPU they are faster. Otherwise graphs have collectives that PyTorch
-        traces, which CUDA graphs can capture.
-        """
-        return self.runtime is not None or self._is_on_host
 
     @property
     def may_run_stock(self) -> bool:
@@ -162,7 +149,7 @@ class Session:
         return self.gather.num_fast if gathers_kv else self.mesh.topology.size
 
     def sends_v_first(self, value: torch.Tensor) -> bool:
-        """Return whether V goes first in a graph without custom operators."""
+        """Return whether V goes first in a graph."""
         wanted = self.overlap.v_first
         return self.mesh.policy.sends_early_in_graph(value.numel() * value.element_size()) if wanted is None else wanted
 
