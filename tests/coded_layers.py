@@ -1,7 +1,6 @@
 """Codecs of a layer at one step and coded tensors, for tests that need no runtime; a reporter for those of runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCod
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.xdit.session.run_report import LoggingReporter
 
 _OF_STEP = ("keyframe_codec", "is_keyframe", "is_joint", "keeps_references", "has_exact_references")
@@ -54,23 +54,12 @@ def add_errors(layer_codecs: LayerCodecs, *energies: tuple[float, float], name: 
     layer_codecs.errors.add(errors, devices.CPU).copy_(torch.tensor(energies))
 
 
-@dataclass(frozen=True)
-class TwoNodes(AxisLayout):
-    """Two coordinates on a slow axis, `node`, whose messages are on a type of device."""
-
-    num_slow: int = 2
-    num_fast: int = 1
-    device_type: str = "cpu"
-
-    @property
-    def slow_axis_names(self) -> tuple[str, ...]:
-        return ("node",)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return devices.capabilities(self.device_type).is_asynchronous
+def two_nodes(device_type: str = "cpu", coding_cost: CodingCost | None = None) -> AxisLayout:
+    """Return two coordinates on a slow axis, `node`, whose messages are on a type of device."""
+    is_asynchronous = devices.capabilities(device_type).is_asynchronous
+    return AxisLayout(2, 1, coding_cost=coding_cost, slow_axis_names=("node",), is_asynchronous=is_asynchronous)
 
 
 def reporter(logged: list[str], mode: str = "balanced") -> LoggingReporter:
-    """Return a reporter of runs on :class:`TwoNodes` that adds all of its messages to a list."""
-    return LoggingReporter(mode, None, [TwoNodes()], logged.append, logged.append)
+    """Return a reporter of runs on :func:`two_nodes` that adds all of its messages to a list."""
+    return LoggingReporter(mode, None, [two_nodes()], logged.append, logged.append)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.coded_layers import TwoNodes, add_errors, reporter
+from tests.coded_layers import add_errors, reporter, two_nodes
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.layer_state import CodedCall
@@ -139,7 +139,7 @@ def control(rank: int, device: str) -> tuple[list[float], float, str]:
         return tensor.tolist()
 
     logged: list[str] = []
-    runtime = CodecRuntime(TwoNodes(device_type=device), "balanced", None, summed, reporter=reporter(logged))
+    runtime = CodecRuntime(two_nodes(device_type=device), "balanced", None, summed, reporter=reporter(logged))
     runtime.begin_run(STEPS)
     found = []
     for step in range(STEPS):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.coded_layers import TwoNodes, add_errors, reporter
+from tests.coded_layers import add_errors, reporter, two_nodes
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.codec import coded_tensor, kernels
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
@@ -28,7 +28,7 @@ SIZES = LayerSizes(num_values=64, num_v_values=16, row_values=8, value_bytes=4)
 
 
 def runtime(mode: str = "balanced", overrides: str | None = None) -> CodecRuntime:
-    return CodecRuntime(TwoNodes(), mode, overrides, lambda values: values)
+    return CodecRuntime(two_nodes(), mode, overrides, lambda values: values)
 
 
 def send(layer_codecs: LayerCodecs, *energies: tuple[float, float]) -> None:
@@ -165,8 +165,8 @@ def test_values_are_kept_only_for_branches_that_can_be_coded_together(reason: st
 @pytest.mark.parametrize("how", ["heads", "gathered", "ring", "virtual ring"])
 @pytest.mark.parametrize("num_values", [64, 66])
 def test_branches_are_coded_together_if_they_are_equally_long(num_values: int, how: str) -> None:
-    ring = {"ring": TwoNodes(), "virtual ring": VirtualRing(Topology.parse("node=2"), ("node",)).layout}.get(how)
-    one = CodecRuntime(None if ring else TwoNodes(), "balanced", None, list, ring_partition=ring)
+    ring = {"ring": two_nodes(), "virtual ring": VirtualRing(Topology.parse("node=2"), ("node",)).layout}.get(how)
+    one = CodecRuntime(None if ring else two_nodes(), "balanced", None, list, ring_partition=ring)
     one.begin_run(8)
     sizes, is_same = [SIZES, SIZES._replace(num_values=num_values)], num_values == SIZES.num_values
     codecs_of, gathers_kv = one.ring_codecs if ring else one.layer_codecs, how == "gathered"
@@ -200,7 +200,7 @@ def test_no_values_are_kept_in_a_first_step_without_memory_for_them(
 @pytest.mark.parametrize("in_ring", [False, True])
 def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe(in_ring: bool) -> None:
     """The values of its only branch would fit the reference of another branch, that of the first half."""
-    partition = TwoNodes()
+    partition = two_nodes()
     one = CodecRuntime(partition, "balanced", None, lambda values: values, ring_partition=partition)
     codecs_of = one.ring_codecs if in_ring else one.layer_codecs
     one.begin_run(8)
@@ -228,7 +228,7 @@ def test_layers_are_coded_where_links_save_more_than_the_host_adds(gathers_kv: b
     logged: list[str] = []
     cost = CodingCost(link_seconds_per_byte=1e-6, host_seconds_per_tensor=1e-3)
     one = CodecRuntime(
-        TwoNodes(device_type="cuda", coding_cost=cost), "balanced", None, list, reporter=reporter(logged)
+        two_nodes(device_type="cuda", coding_cost=cost), "balanced", None, list, reporter=reporter(logged)
     )
     for _ in range(2):
         one.begin_run(3)
@@ -252,7 +252,7 @@ def test_ring_and_ulysses_group_are_weighed_together() -> None:
     """The ring alone would save too little: both are coded, or none."""
     cheap, dear = CodingCost(1e-3, 1e-6), CodingCost(1e-12, 1e-3)
     for ulysses_cost, is_coded in ((cheap, True), (dear, False)):
-        ulysses, ring = (TwoNodes(device_type="cuda", coding_cost=cost) for cost in (ulysses_cost, dear))
+        ulysses, ring = (two_nodes(device_type="cuda", coding_cost=cost) for cost in (ulysses_cost, dear))
         one = CodecRuntime(ulysses, "balanced", None, list, ring_partition=ring)
         one.begin_run(3)
         assert (one.layer_codecs(CodedCall("a", 1, 0, SIZES)) is not None) == is_coded
@@ -263,7 +263,7 @@ def test_ring_and_ulysses_group_are_weighed_together() -> None:
 def test_bytes_of_lossless_layers_are_those_of_their_exchange(gathers_lossless: bool, sent_bytes: int) -> None:
     """Half of all values by heads; or K and V as a whole, which have fewer heads than Q."""
     dear = CodingCost(link_seconds_per_byte=0.0, host_seconds_per_tensor=1.0)
-    one = CodecRuntime(TwoNodes(coding_cost=dear), "balanced", None, list)
+    one = CodecRuntime(two_nodes(coding_cost=dear), "balanced", None, list)
     one.begin_run(3)
     sizes = SIZES._replace(num_v_values=8)
     assert one.layer_codecs(CodedCall("blocks.3", 1, 0, sizes, gathers_kv=True), gathers_lossless) is None
@@ -278,7 +278,7 @@ def is_stateless(layer_codecs: LayerCodecs) -> bool:
 
 def test_not_finite_values_on_an_accelerator_make_the_step_after_the_next_lossless() -> None:
     """Check at the end of the next step, on all ranks: the values have arrived by then."""
-    partition = TwoNodes(device_type="cuda")
+    partition = two_nodes(device_type="cuda")
     other_rank = [0.0]
     one = CodecRuntime(partition, "balanced", None, lambda values: [*values[:-1], values[-1] + other_rank[0]])
     one.begin_run(50)
@@ -314,7 +314,7 @@ def test_the_host_reads_errors_that_have_arrived(
             return super().read()
 
     monkeypatch.setattr(step_errors, "ErrorReadout", Readout)
-    one = CodecRuntime(TwoNodes(device_type=device), "balanced", None, lambda values: values)
+    one = CodecRuntime(two_nodes(device_type=device), "balanced", None, lambda values: values)
     one.begin_run(3)
     found.clear()  # of a step before the run
     for _ in range(3):
@@ -341,7 +341,7 @@ def steps_with_errors(one: CodecRuntime, count: int) -> None:
 def test_every_run_says_its_error_and_bits(device: str, steps: int, error: int) -> None:
     """Over the tensors and all steps of the run, with the errors of FP8 and FP4 at the first step of the first run."""
     logged: list[str] = []
-    one = CodecRuntime(TwoNodes(device_type=device), "balanced", None, list, reporter=reporter(logged))
+    one = CodecRuntime(two_nodes(device_type=device), "balanced", None, list, reporter=reporter(logged))
     for _ in range(2):
         one.begin_run(steps)
         steps_with_errors(one, steps)
@@ -353,7 +353,7 @@ def test_every_run_says_its_error_and_bits(device: str, steps: int, error: int) 
 
 def test_a_run_that_was_interrupted_says_which_steps_its_error_covers() -> None:
     logged: list[str] = []
-    one = CodecRuntime(TwoNodes(), "balanced", None, list, reporter=reporter(logged))
+    one = CodecRuntime(two_nodes(), "balanced", None, list, reporter=reporter(logged))
     one.begin_run(4)
     steps_with_errors(one, 2)
     one.begin_run(4, step=2)
@@ -364,7 +364,7 @@ def test_a_run_that_was_interrupted_says_which_steps_its_error_covers() -> None:
 
 def test_a_tensor_that_is_not_finite_counts_once() -> None:
     """Its yardsticks are not finite either."""
-    one = CodecRuntime(TwoNodes(device_type="cuda"), "balanced", None, list)
+    one = CodecRuntime(two_nodes(device_type="cuda"), "balanced", None, list)
     one.begin_run(2)
     layer_codecs = one.layer_codecs(CodedCall("a", 1, 0, SIZES))
     for name in ("fp8", "fp4", "v"):
@@ -379,7 +379,7 @@ def test_only_the_last_step_is_an_end_that_all_ranks_reach(total: int | None) ->
     logged: list[str] = []
     summed: list[list[float]] = []
     one = CodecRuntime(
-        TwoNodes(), "paper", None, lambda values: summed.append(values) or values, reporter=reporter(logged, "paper")
+        two_nodes(), "paper", None, lambda values: summed.append(values) or values, reporter=reporter(logged, "paper")
     )
     one.begin_run(total)
     steps_with_errors(one, 3)
@@ -422,7 +422,7 @@ def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
     if backend == kernels.TRITON and torch.accelerator.is_available():
         pytest.skip("Triton's interpreter is off if there is a GPU")
     monkeypatch.setattr(kernels, "_selected", [backend])
-    one, shape = CodecRuntime(TwoNodes(device_type="cuda"), "balanced", None, list), (1, 1, 2, 6, 16)
+    one, shape = CodecRuntime(two_nodes(device_type="cuda"), "balanced", None, list), (1, 1, 2, 6, 16)
     one.begin_run(50)
     generator = torch.Generator().manual_seed(5)
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -472,7 +472,7 @@ def test_another_transformer_drops_references_of_the_one_before(order: str, keyf
 def test_the_memory_budget_covers_the_current_transformer_only() -> None:
     logged: list[str] = []
     need = ReferenceBytes.of(SIZES, modes.BALANCED, 2).predicted
-    one = CodecRuntime(TwoNodes(), "balanced", None, list, memory_budget=need, reporter=reporter(logged))
+    one = CodecRuntime(two_nodes(), "balanced", None, list, memory_budget=need, reporter=reporter(logged))
     one.begin_run(20)
     for transformer in "aabb":
         assert one.layer_codecs(CodedCall("attn", transformer, 0, SIZES, transformer)) is not None

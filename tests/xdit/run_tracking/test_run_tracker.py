@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMa
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
 import xfuser_cocodiff
-from tests.coded_layers import TwoNodes, reporter
+from tests.coded_layers import reporter, two_nodes
 from tests.engine.compression import test_runtime
 from tests.engine.compression.test_runtime import SIZES
 from xfuser_cocodiff.engine.compression.layer_state import CodedCall
@@ -222,7 +222,7 @@ def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Sessi
 def test_runs_of_unknown_length_say_their_errors_unless_aborted(listener: RecordingListener, session: Session) -> None:
     """Declared ones, loops over an iterable, and bars whose scheduler takes fewer steps than they say."""
     logged: list[str] = []
-    session.runtime = CodecRuntime(TwoNodes(), "balanced", None, list, reporter=reporter(logged))
+    session.runtime = CodecRuntime(two_nodes(), "balanced", None, list, reporter=reporter(logged))
 
     def send() -> None:
         test_runtime.send(session.runtime.layer_codecs(CodedCall("a", 1, 0, SIZES)), (4.0, 1e4))

@@ -1,6 +1,5 @@
 """The split of a mesh into slow axes, which are its outermost ones, and fast axes."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +23,10 @@ class AxisLayout:
     """Number of coordinates on the fast axes, F."""
     coding_cost: CodingCost | None = field(default=None, kw_only=True)
     """Cost by which layers are coded or not; None to code all of them, as where the user names the slow axes."""
-
-    @property
-    def slow_axis_names(self) -> tuple[str, ...]:
-        """Names of the slow axes, outermost first; none for ranks that do not communicate."""
-        return ()
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether messages are on a device whose host does not wait for them."""
-        return False
+    slow_axis_names: tuple[str, ...] = field(default=(), kw_only=True)
+    """Names of the slow axes, outermost first; none for ranks that do not communicate."""
+    is_asynchronous: bool = field(default=False, kw_only=True)
+    """Whether messages are on a device whose host does not wait for them."""
 
     @classmethod
     def of(cls, topology: Topology, slow_axes: Sequence[str]) -> "AxisLayout":
@@ -68,6 +61,28 @@ class AxisPartition(AxisLayout):
     """Mesh of the slow axes."""
     fast: Mesh | None
     """Mesh of the fast axes; None if all axes are slow."""
+    shape: tuple[int, int] = field(init=False, repr=False, compare=False)
+    """Numbers of coordinates on the slow and on the fast axes."""
+    slow_index: int = field(init=False, repr=False, compare=False)
+    """Coordinate of this rank on the slow axes."""
+    fast_index: int = field(init=False, repr=False, compare=False)
+    """Coordinate of this rank on the fast axes."""
+    remote_indices: list[int] = field(init=False, repr=False, compare=False)
+    """Coordinates on the slow axes other than this rank's."""
+
+    def __post_init__(self) -> None:
+        # Computed once, because every coded layer reads them.
+        slow_index, fast_index = divmod(self.rank, self.num_fast)
+        derived = {
+            "shape": (self.num_slow, self.num_fast),
+            "slow_index": slow_index,
+            "fast_index": fast_index,
+            "remote_indices": [index for index in range(self.num_slow) if index != slow_index],
+            "slow_axis_names": self.slow.topology.moving_axes,
+            "is_asynchronous": devices.capabilities(self.slow.comm_stream.device.type).is_asynchronous,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def over(
@@ -102,33 +117,3 @@ class AxisPartition(AxisLayout):
             return made.as_part_of(mesh, "+".join(topology.axes[dim].name for dim in reversed(dims)))
 
         return cls(layout.num_slow, layout.num_fast, rank, submesh(True), submesh(False))
-
-    @property
-    def slow_axis_names(self) -> tuple[str, ...]:
-        """Names of the slow axes, outermost first."""
-        return tuple(axis.name for axis in self.slow.topology.axes if axis.size > 1)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether messages are on a device whose host does not wait for them."""
-        return devices.capabilities(self.slow.comm_stream.device.type).is_asynchronous
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of coordinates on the slow and on the fast axes."""
-        return self.num_slow, self.num_fast
-
-    @property
-    def slow_index(self) -> int:
-        """Coordinate of this rank on the slow axes."""
-        return self.rank // self.num_fast
-
-    @property
-    def fast_index(self) -> int:
-        """Coordinate of this rank on the fast axes."""
-        return self.rank % self.num_fast
-
-    @functools.cached_property
-    def remote_indices(self) -> list[int]:
-        """Coordinates on the slow axes other than this rank's."""
-        return [index for index in range(self.num_slow) if index != self.slow_index]

@@ -173,17 +173,16 @@ class CodecRuntime:
         report = StepReport(
             self.clock.step,
             dict.fromkeys((state.layer for state in states), 0.0),
-            {},
-            {},
-            None if self._is_keyframe else self._bits,
-            sum(each.sent_bytes for each in stats),
-            sum(each.exact_bytes for each in stats),
-            sum(each.repeated for each in stats),
-            0,
-            self._is_keyframe,
-            self.store.nbytes,
-            sum(state.is_exact for state in states),
-            tuple(dict.fromkeys(each.layer for each in states if each.gathers_kv and not each.is_exact)),
+            bits=None if self._is_keyframe else self._bits,
+            sent_bytes=sum(each.sent_bytes for each in stats),
+            exact_bytes=sum(each.exact_bytes for each in stats),
+            repeated=sum(each.repeated for each in stats),
+            was_keyframe=self._is_keyframe,
+            reference_bytes=self.store.nbytes,
+            exact_layers=sum(state.is_exact for state in states),
+            gathered_layers=tuple(
+                dict.fromkeys(each.layer for each in states if each.gathers_kv and not each.is_exact)
+            ),
         )
         for state in states:
             state.stats = CodecStats()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
@@ -17,30 +17,30 @@ class StepReport:
 
     step: int
     """Number of the step, from 0."""
-    errors: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)
     """Largest error of a tensor of each layer: norm of decoded minus sent values over that of the sent ones."""
-    tensor_errors: dict[str, list[float]]
+    tensor_errors: dict[str, list[float]] = field(default_factory=dict)
     """Error of each tensor that was sent, by its letter, over layers and branches."""
-    yardstick_errors: dict[str, list[float]]
+    yardstick_errors: dict[str, list[float]] = field(default_factory=dict)
     """Errors that FP8 and FP4 have on the same tensors, by name; empty unless they were measured at this step."""
-    bits: float | None
+    bits: float | None = None
     """Bits per value of residuals; None in a keyframe, and where values are sent unquantized."""
-    sent_bytes: int
+    sent_bytes: int = 0
     """Bytes that this rank sent as the source to other coordinates on slow axes."""
-    exact_bytes: int
+    exact_bytes: int = 0
     """Bytes that the same values take without codecs."""
-    repeated: int
+    repeated: int = 0
     """Lossy tensors with values that are not finite: on CPUs, messages that were repeated losslessly; on accelerators,
     tensors after which the next step is lossless."""
-    not_finite: int
+    not_finite: int = 0
     """Number of them that were not repeated."""
-    was_keyframe: bool
+    was_keyframe: bool = False
     """Whether the step used no references of earlier steps."""
-    reference_bytes: int
+    reference_bytes: int = 0
     """Memory of all link references."""
-    exact_layers: int
+    exact_layers: int = 0
     """Layers, counted per branch, that are lossless at all steps."""
-    gathered_layers: tuple[str, ...]
+    gathered_layers: tuple[str, ...] = ()
     """Names of coded layers that gather K and V along the slow axes of the Ulysses group, in call order."""
     error_sums: tuple[float, int] = (0.0, 0)
     """Sum of the errors of tensors whose bits rate control chooses, and their number."""
