@@ -39,7 +39,8 @@ class Link:
         """Return values as the receiver decodes them, from the sections of a message only."""
         links, groups, _, tokens, _ = values.shape
         layout = message_layout((("v", codec, values.shape),), values.dtype)
-        [(mask, payload)] = layout.sections(torch.empty(links, layout.nbytes, dtype=torch.uint8))
+        buffer = torch.empty(links, layout.nbytes, dtype=torch.uint8)
+        mask, payload = (buffer.narrow(1, *section) for [section] in (layout.masks, layout.payloads))
         active = received_active = None
         if codec.selects_tokens:
             active = select_tokens(values, self.sent, codec)

@@ -107,11 +107,11 @@ def test_all_states_have_a_coding() -> None:
 @pytest.mark.parametrize(("link", "leader"), CELLS, ids=lambda state: state.name)
 def test_codec_and_joint_coding_follow_from_both_states(link: Link, leader: Leader) -> None:
     layer = bring(link, leader).layer(3, True, has_leader=leader is not Leader.NONE)
-    codec, joint = choose(layer, "v", ALL_HEADS, (1, *SHAPE[1:]), torch.float32)
-    found = codec, joint and (joint.is_coded, joint.is_kept)
+    codec, lead = choose(layer, "v", ALL_HEADS, (1, *SHAPE[1:]), torch.float32)
+    found = codec, lead and (lead.is_coded, lead.is_kept)
     assert found == EXPECTED[link][[*Leader].index(leader)]
-    if joint and joint.is_coded:
-        assert torch.equal(joint.at_sender().sent, values_of(3, False)[1:])
+    if lead and lead.is_coded:
+        assert torch.equal(lead.sent, values_of(3, False)[1:])
 
 
 @pytest.mark.parametrize(("link", "leader"), CELLS, ids=lambda state: state.name)

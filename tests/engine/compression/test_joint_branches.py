@@ -439,8 +439,8 @@ def test_values_of_an_earlier_step_are_not_subtracted(step: int, is_joint: bool)
     leader = LinkState(LinkReference(), LinkReference(), sent_values=sent)
     how = {"is_joint": True, "leader": {("q", ALL_HEADS): leader}, "keyframe_codec": Codec(8, is_keyframe=True)}
     layer_codecs = coded_layers.layer_codecs(None, {"q": Codec(2)}, {}, step=step, **how)
-    _, joint = choose(layer_codecs, "q", ALL_HEADS, tuple(values.shape), values.dtype)
-    assert (joint.is_coded, joint.is_kept) == (is_joint, is_joint)
+    _, lead = choose(layer_codecs, "q", ALL_HEADS, tuple(values.shape), values.dtype)
+    assert (lead.is_coded, lead.is_kept) == (is_joint, is_joint)
 
 
 def test_error_of_a_following_branch_has_that_of_the_leading_one() -> None:

@@ -100,16 +100,12 @@ class MessageLayout(NamedTuple):
     A section begins at a multiple of ALIGNMENT.
     """
 
-    sizes: list[int]
-    """Bytes of each section, each followed by the bytes of its padding. Tensors without a token mask have a section
-    without bytes for it."""
+    masks: list[tuple[int, int]]
+    """Offset and bytes of each tensor's token mask, which has no bytes where all tokens are sent."""
+    payloads: list[tuple[int, int]]
+    """Offset and bytes of each tensor's encoded values."""
     nbytes: int
     """Bytes of the message."""
-
-    def sections(self, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return token mask and encoded values of each tensor in a buffer (P, nbytes), as views."""
-        views = buffer.split_with_sizes(self.sizes, 1)[2::2]
-        return list(zip(views[::2], views[1::2], strict=True))
 
 
 @functools.lru_cache(maxsize=4096)  # for every message
@@ -120,10 +116,11 @@ def message_layout(tensors: tuple[tuple[str, Codec, tuple[int, ...]], ...], dtyp
         tensors: letter, codec and shape (L, G, H, T, D) of each tensor.
         dtype: type of the values.
     """
-    sizes = [FLAG_BYTES]
+    layout, end = MessageLayout([], [], 0), ALIGNMENT  # behind the flag
     for letter, codec, shape in tensors:
         has_mask = codec.selects_tokens and letter in SELECTING
-        sizes.append(shape[1] * -(-shape[TOKEN_DIM] // 8) if has_mask else 0)
-        sizes.append(codec.payload_bytes(shape, dtype))
-    with_padding = [part for size in sizes for part in (size, -size % ALIGNMENT)]
-    return MessageLayout(with_padding, sum(with_padding))
+        mask_bytes = shape[1] * -(-shape[TOKEN_DIM] // 8) if has_mask else 0
+        for sections, size in ((layout.masks, mask_bytes), (layout.payloads, codec.payload_bytes(shape, dtype))):
+            sections.append((end, size))
+            end += size + -size % ALIGNMENT
+    return layout._replace(nbytes=end)

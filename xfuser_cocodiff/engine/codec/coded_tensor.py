@@ -8,7 +8,7 @@ Sizes in shapes: those of codec.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +21,8 @@ from xfuser_cocodiff.engine.codec.rows import MessagePart, Prediction
 from xfuser_cocodiff.engine.codec.torch_kernels import energy
 
 
-class CodedTensor(NamedTuple):
+@dataclass(slots=True)
+class CodedTensor:
     """A tensor at one end of its links, and how it is coded."""
 
     values: torch.Tensor
@@ -38,6 +39,11 @@ class CodedTensor(NamedTuple):
     """Slots of this rank, which are skipped; None for none."""
     lead: Lead | None = None
     """Leading branch that the reference was prepared for; None if there is none."""
+    shape: tuple[int, ...] = field(init=False)
+    """Shape (L, G, H, T, D) of the values that cross links."""
+
+    def __post_init__(self) -> None:
+        self.shape = rows.link_shape(self.values, self.local_slots)
 
     @property
     def is_quantized(self) -> bool:
@@ -49,21 +55,15 @@ class CodedTensor(NamedTuple):
         """Arguments of the kernels at this end."""
         values, codec, reference = self.values, self.codec, self.reference
         prediction = Prediction() if codec.is_keyframe else reference.prediction(codec.predicts)
-        memory = reference.memory(self.link_shape, values.dtype, values.device, codec.predicts)
+        memory = reference.memory(self.shape, values.dtype, values.device, codec.predicts)
         base = self.lead.base if self.lead else None
         assert codec.bits is not None
         return MessagePart(values, prediction, codec.bits, self.payload, memory, self.local_slots, base)
 
-    @property
-    def link_shape(self) -> tuple[int, ...]:
-        """Shape (L, G, H, T, D) of the values that cross links."""
-        slots, *rest = self.values.shape
-        return rows.num_links(slots, self.local_slots), *rest
-
     def advance(self, part: MessagePart) -> None:
         """Advance the reference to what the receiver decodes of quantized values, after a kernel has written it."""
         is_difference = self.lead is not None and self.lead.is_coded
-        how = self.link_shape, self.values.dtype, self.codec.predicts, is_difference
+        how = self.shape, self.values.dtype, self.codec.predicts, is_difference
         self.reference.advance_rows(part.new_reference, *how)
         self.finish()
 
@@ -139,7 +139,7 @@ def _receive_values(tensor: CodedTensor) -> None:
         rows.write_remote_slots(target, reference.values, tensor.local_slots)
         return
     payload = rows.remote_slots(tensor.payload.view(target.dtype), tensor.local_slots)
-    shape = [*tensor.link_shape]
+    shape = [*tensor.shape]
     if tensor.active is None:
         received = payload.view(shape)
     else:

@@ -135,6 +135,12 @@ def num_links(slots: int, local_slots: range | None) -> int:
     return slots - len(local_slots or ())
 
 
+def link_shape(values: torch.Tensor, local_slots: range | None) -> tuple[int, ...]:
+    """Return the shape (L, ...) of what values (P, ...) have for other ranks."""
+    slots, *rest = values.shape
+    return num_links(slots, local_slots), *rest
+
+
 def remote_slots(values: torch.Tensor, local_slots: range | None) -> torch.Tensor:
     """Return the slots of other ranks: a view if they are adjacent, else a copy."""
     if local_slots is None:

@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.codec.rows import (
     PayloadLayout,
     Prediction,
     in_rows,
-    num_links,
+    link_shape,
     remote_slots,
     rows_of,
     sample_stride,
@@ -66,7 +66,7 @@ def _encode(part: MessagePart, energies: torch.Tensor) -> None:
 
 def _decode(part: MessagePart) -> None:
     prediction, target = part.prediction, part.values
-    shape = num_links(len(target), part.local_slots), *target.shape[1:]
+    shape = link_shape(target, part.local_slots)
     levels, scales, gain = (remote_slots(section, part.local_slots) for section in _sections(part))
     if part.sends_gain:
         prediction = prediction._replace(gains=gain[:, 0])

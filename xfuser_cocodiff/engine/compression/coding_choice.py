@@ -96,30 +96,10 @@ TABLE: dict[Link, dict[Leader, Coding]] = {
 """How a tensor is coded by the states of its link and of its leader."""
 
 
-class Joint(NamedTuple):
-    """How a tensor of a following branch is coded in a step, the same at both ends of its links."""
-
-    leader: LinkState
-    """Link state of the tensor in the leading branch."""
-    is_coded: bool
-    """See :attr:`Lead.is_coded`."""
-    is_kept: bool
-    """See :attr:`Lead.is_kept`."""
-
-    def at_sender(self) -> Lead:
-        """Return the leading branch at the sender's end."""
-        sent = self.leader.sent_values.kept if self.is_coded and self.leader.sent_values else None
-        return Lead(self.leader.sent, self.is_coded, self.is_kept, sent)
-
-    def at_receiver(self) -> Lead:
-        """Return the leading branch at the receiver's end."""
-        return Lead(self.leader.received, self.is_coded, self.is_kept)
-
-
 def choose(
     layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Codec, Joint | None]:
-    """Return the codec of a tensor, and how it is coded with the leading branch; None if it follows none.
+) -> tuple[Codec, Lead | None]:
+    """Return the codec of a tensor, and the leading branch at the sender; None if it follows none.
 
     Args:
         layer_codecs: codecs of the layer.
@@ -138,7 +118,9 @@ def choose(
         codec = _with_selection(codec, layer_codecs, name, head_group, shape)
     if leader is None:
         return codec, None
-    return codec, Joint(leader, coding.is_difference and codec.bits is not None, coding.leaves_difference)
+    is_coded = coding.is_difference and codec.bits is not None
+    sent = leader.sent_values.kept if is_coded and leader.sent_values else None
+    return codec, Lead(leader.sent, is_coded, coding.leaves_difference, sent)
 
 
 def _link_of(state: LinkState, shape: tuple[int, ...], dtype: torch.dtype) -> Link:

@@ -177,7 +177,7 @@ class LayerCodecs:
     ) -> None:
         """Note the values (P, G, H, T, D) that a tensor sends in this step, for branches that follow it.
 
-        Those of later calls need a copy; for those in the batch they are kept until :meth:`release_sent`.
+        Those of later calls need a copy; for those in the batch they are kept until the message is encoded.
         """
         if not self.step.is_joint or self.leader_of(name, head_group):
             return
@@ -185,7 +185,7 @@ class LayerCodecs:
         if self.keeps_values or self.batched_branches > 1:
             remote = rows.remote_slots(values, local_slots)
             kept = state.keep(remote) if self.keeps_values else remote
-        shape = (rows.num_links(len(values), local_slots), *values.shape[1:])
+        shape = rows.link_shape(values, local_slots)
         state.sent_values = SentValues(self.step.number, shape, values.dtype, kept, error)
 
     def drop_references(self, names: Iterable[str], head_group: HeadGroup) -> None:
@@ -193,8 +193,3 @@ class LayerCodecs:
         if not self.step.keeps_references:
             for name in names:
                 self.link_states.pop((name, head_group), None)
-
-    def release_sent(self, name: str, head_group: HeadGroup) -> None:
-        """Drop the values that a tensor has sent, unless they are kept for later calls."""
-        if not self.keeps_values:
-            self.link_state(name, head_group).drop_kept()

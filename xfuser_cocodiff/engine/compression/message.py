@@ -4,17 +4,17 @@ Sizes in shapes: P slots, L of them of other ranks; G groups of tokens, H heads,
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from xfuser_cocodiff.engine.codec import coded_tensor, rows, yardsticks
-from xfuser_cocodiff.engine.codec.active_tokens import ActiveTokens, pack_active, unpack_active
-from xfuser_cocodiff.engine.codec.codec import EXACT, FLAG_BYTES, Codec, MessageLayout, message_layout
+from xfuser_cocodiff.engine.codec.active_tokens import pack_active, unpack_active
+from xfuser_cocodiff.engine.codec.codec import EXACT, FLAG_BYTES, MessageLayout, message_layout
 from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression.coding_choice import Joint, active_tokens_for, choose, selecting_name
+from xfuser_cocodiff.engine.compression.coding_choice import active_tokens_for, choose, selecting_name
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.step_errors import TensorError
 from xfuser_cocodiff.engine.topology import devices
@@ -24,25 +24,35 @@ WIRE_FORMAT = 4
 _FINITE, _NOT_FINITE = 0, 1
 """Flag of a message: whether all values of its sender are finite. On accelerators it is neither written nor read, since
 the host would have to wait."""
+_NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
+"""Payload of a tensor until the message is laid out."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """A tensor of a message, and how both ends code it."""
+@dataclass(slots=True, kw_only=True)
+class _Part(CodedTensor):
+    """A tensor of a message: at the sender's end until it is decoded, then at the receiver's."""
 
     name: str
     """Letter of the tensor, and for branches that follow in the batch their number."""
-    values: torch.Tensor
-    """(P, G, H, T, D)."""
-    shape: tuple[int, ...]
-    """(L, G, H, T, D) of the values that cross links."""
     state: LinkState
-    codec: Codec
-    joint: Joint | None
-    active: ActiveTokens | None
-    """Active tokens that are sent."""
+    leader: LinkState | None
+    """Link state of the tensor in the leading branch; None if it follows none."""
     error: TensorError | None
     """Error of the tensor; None if it is lossless."""
+
+    def receive(self, target: torch.Tensor, payload: torch.Tensor, local_slots: range) -> None:
+        """Turn to the receiver's end.
+
+        Args:
+            target: (P, G, H, T, D), written when the tensor is decoded.
+            payload: what has arrived.
+            local_slots: slots of this rank, which are skipped.
+        """
+        self.values, self.payload, self.local_slots = target, payload, local_slots
+        self.shape, self.reference = rows.link_shape(target, local_slots), self.state.received
+        if self.lead and self.leader:
+            self.lead = self.lead._replace(reference=self.leader.received, sent=None)
+            self.lead.prepare(self.reference, self.codec)
 
 
 class Message:
@@ -74,7 +84,6 @@ class Message:
         self._parts: list[_Part] = []
         self._layout: MessageLayout | None = None
 
-    @torch.no_grad()
     def encode(self) -> torch.Tensor:
         """Choose codecs and active tokens, encode the values, and mark the link states as in flight.
 
@@ -88,23 +97,23 @@ class Message:
         for part in self._parts:
             part.state.in_flight = True
         buffer = self._encode(self._layer_codecs.send_buffer.view)
-        for part in self._parts:
-            self._layer_codecs.release_sent(part.name, self._head_group)
+        if not self._layer_codecs.keeps_values:
+            for part in self._parts:
+                part.state.drop_kept()
         return buffer
 
     def _part(self, name: str, values: torch.Tensor) -> _Part:
         """Return how a tensor is coded, and note it in the states and statistics of the layer."""
         layer, head_group, slots = self._layer_codecs, self._head_group, self._unsent_slots
-        num_slots, *rest = values.shape
-        shape = (rows.num_links(num_slots, slots), *rest)
-        state = layer.link_state(name, head_group)
-        codec, joint = choose(layer, name, head_group, shape, values.dtype)
+        values, shape = values.detach(), rows.link_shape(values, slots)
+        state, leader = layer.link_state(name, head_group), layer.leader_of(name, head_group)
+        codec, lead = choose(layer, name, head_group, shape, values.dtype)
         error = None
         if not codec.is_exact:
-            sent = joint.leader.sent_values if joint and joint.is_coded else None
+            sent = leader.sent_values if leader and lead and lead.is_coded else None
             error = TensorError(name[0], layer.layer, layer.counts_errors, sent.error if sent else None)
-        if joint:
-            joint.at_sender().prepare(state.sent, codec)
+        if lead:
+            lead.prepare(state.sent, codec)
         active = active_tokens_for(layer, name, head_group, values, codec, slots) if codec.selects_tokens else None
         layer.note_sent(name, head_group, values, slots, error)
         layer.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
@@ -113,7 +122,8 @@ class Message:
             energies = layer.errors.add([TensorError(each, layer.layer) for each in measured], values.device)
             for row, of_yardstick in zip(energies, measured.values(), strict=True):
                 row.copy_(of_yardstick)
-        return _Part(name, values, shape, state, codec, joint, active, error)
+        how = values, state.sent, codec, active, _NO_PAYLOAD, slots, lead
+        return _Part(*how, name=name, state=state, leader=leader, error=error)
 
     def _encode(self, new_buffer: Callable[[Sequence[int], torch.device], torch.Tensor]) -> torch.Tensor:
         """Encode all tensors into a buffer, and add it to the statistics."""
@@ -121,23 +131,19 @@ class Message:
         of_tensors = tuple((part.name[0], part.codec, part.shape) for part in self._parts)
         self._layout = message_layout(of_tensors, first.values.dtype)
         device = first.values.device
-        buffer = new_buffer((len(first.values), self._layout.nbytes), device)
+        buffer = new_buffer((first.values.shape[0], self._layout.nbytes), device)
         layer.stats.sent_bytes += self._copies * first.shape[0] * self._layout.nbytes
-        tensors: list[CodedTensor] = []
-        for part, (mask, payload) in zip(self._parts, self._layout.sections(buffer), strict=True):
+        for part, mask, payload in zip(self._parts, self._layout.masks, self._layout.payloads, strict=True):
+            part.payload = buffer.narrow(1, *payload)
             if part.active and part.name[0] == selecting_name(part.name)[0]:
-                pack_active(part.active, mask, self._unsent_slots)
-            lead = part.joint.at_sender() if part.joint else None
-            how = part.state.sent, part.codec, part.active, payload, self._unsent_slots, lead
-            tensors.append(CodedTensor(part.values, *how))
+                pack_active(part.active, buffer.narrow(1, *mask), self._unsent_slots)
         energies = layer.errors.add([part.error for part in self._parts if part.error], device)
-        coded_tensor.encode(tensors, energies)
+        coded_tensor.encode(self._parts, energies)
         if _carries_flag(buffer):
             are_finite = bool(energies[:, 0].isfinite().all())
             buffer[:, :FLAG_BYTES].fill_(_FINITE if are_finite else _NOT_FINITE)
         return buffer
 
-    @torch.no_grad()
     def decode(
         self,
         received: torch.Tensor,
@@ -159,30 +165,20 @@ class Message:
             self._layer_codecs.stats.repeated += 1
             self._repeat_losslessly()
             received = resend(self._encode(_new_buffer))
+        assert self._layout
         target_of = self._branches_of(targets)
-        tensors = list(self._received(received, target_of))
-        coded_tensor.decode([tensor for tensor, is_following in tensors if not is_following])
+        for part, payload in zip(self._parts, self._layout.payloads, strict=True):
+            part.receive(target_of[part.name], received.narrow(1, *payload), self._local_slots)
+            if part.codec.selects_tokens:
+                part.active = self._layer_codecs.selections[selecting_name(part.name), self._head_group].received
+        coded_tensor.decode([part for part in self._parts if not part.name[1:]])
         if len(target_of) > len(targets):
             # The decoded values of a leading branch are added to those that follow it.
-            coded_tensor.decode([tensor for tensor, is_following in tensors if is_following])
+            coded_tensor.decode([part for part in self._parts if part.name[1:]])
             self._join_copies(targets, target_of)
         for part in self._parts:  # after an error, the references of both ends may differ
             part.state.in_flight = False
         self._layer_codecs.drop_references(target_of, self._head_group)
-
-    def _received(
-        self, received: torch.Tensor, target_of: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[CodedTensor, bool]]:
-        """Yield the tensors to decode, and whether they follow others in the batch."""
-        assert self._layout
-        for part, (_, payload) in zip(self._parts, self._layout.sections(received), strict=True):
-            state, lead, active = part.state, part.joint.at_receiver() if part.joint else None, None
-            if lead:
-                lead.prepare(state.received, part.codec)
-            if part.codec.selects_tokens:
-                active = self._layer_codecs.selections[selecting_name(part.name), self._head_group].received
-            how = state.received, part.codec, active, payload, self._local_slots, lead
-            yield CodedTensor(target_of[part.name], *how), bool(part.name[1:])
 
     def _branches_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors (P, G, H, T, D) by name, those of each branch in the batch by itself."""
@@ -202,7 +198,7 @@ class Message:
         """Send all tensors by themselves, and no differences to them in this step."""
         for part in self._parts:
             part.codec, part.active, part.error = EXACT, None, None
-            part.joint = part.joint and part.joint._replace(is_coded=False)
+            part.lead = part.lead and part.lead._replace(is_coded=False)
             part.state.drop_kept()
 
     def _read_selections(self, received: torch.Tensor) -> None:
@@ -211,14 +207,11 @@ class Message:
         Q and K may use V's selection while their own message is in flight.
         """
         assert self._layout
-        selecting = [part.codec.selects_tokens and part.name == selecting_name(part.name) for part in self._parts]
-        if not any(selecting):
-            return
-        for part, has_mask, (mask, _) in zip(self._parts, selecting, self._layout.sections(received), strict=True):
-            if has_mask:
+        for part, mask in zip(self._parts, self._layout.masks, strict=True):
+            if part.codec.selects_tokens and part.name == selecting_name(part.name):
                 _, groups, _, tokens, _ = part.shape
-                count = part.codec.num_active(tokens)
-                active = unpack_active(mask, groups, tokens, count, self._local_slots)
+                how = groups, tokens, part.codec.num_active(tokens), self._local_slots
+                active = unpack_active(received.narrow(1, *mask), *how)
                 self._layer_codecs.selections[part.name, self._head_group].received = active
 
 

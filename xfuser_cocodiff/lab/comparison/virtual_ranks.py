@@ -259,7 +259,8 @@ def _through_codecs(
     """
     parts = layer_codecs.split_branches(name, values, samples)
     received = [_through_codec(each, part, layer_codecs, copies) for each, part in parts.items()]
-    layer_codecs.release_sent(name, ALL_HEADS)
+    if not layer_codecs.keeps_values:
+        layer_codecs.link_state(name, ALL_HEADS).drop_kept()
     layer_codecs.drop_references(parts, ALL_HEADS)
     return layer_codecs.join_branches(received, samples)
 
@@ -268,12 +269,11 @@ def _through_codecs(
 def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int) -> torch.Tensor:
     """Return the values of one branch in a batch; see :func:`_through_codecs`."""
     state, stats, errors = layer_codecs.link_state(name, ALL_HEADS), layer_codecs.stats, layer_codecs.errors
-    codec, joint = choose(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
-    lead, reference, is_following = joint and joint.at_sender(), state.sent, bool(joint and joint.is_coded)
-    error = None
+    codec, lead = choose(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
+    reference, leader, error = state.sent, layer_codecs.leader_of(name, ALL_HEADS), None
     if not codec.is_exact:
-        leader = joint.leader.sent_values if joint and is_following else None
-        error = TensorError(name[0], layer_codecs.layer, layer_codecs.counts_errors, leader.error if leader else None)
+        sent = leader.sent_values if leader and lead and lead.is_coded else None
+        error = TensorError(name[0], layer_codecs.layer, layer_codecs.counts_errors, sent.error if sent else None)
     if lead:
         lead.prepare(reference, codec)
     active = active_tokens_for(layer_codecs, name, ALL_HEADS, values, codec) if codec.selects_tokens else None
@@ -298,7 +298,7 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         stats.repeated += 1
         state.drop_kept()
         payload = torch.empty_like(values).flatten(1).view(torch.uint8)
-        alone = joint and joint._replace(is_coded=False).at_sender()
+        alone = lead and lead._replace(is_coded=False)
         coded_tensor.encode([CodedTensor(values, reference, EXACT, None, payload, lead=alone)], energies[:0])
         return values
     return received
