@@ -1,5 +1,5 @@
-"""Soak test of xDiT's engine with the plugin: random requests and faults, drawn from a seed.
-Input: arguments of the `xdit` command, numbers of ranks, requests and faults.
-Output: a record of requests, faults, resources over time and failures.
-Public: `campaign.run`, `fault.KINDS`, `report.show`.
+"""Soak test: random requests and faults in one process group, each request compared with a fresh process.
+Input: a seed.
+Output: a record of requests that failed, had other bits or hung, and of what the ranks hold over time.
+Public: `campaign.run`, `job.Job`.
 """

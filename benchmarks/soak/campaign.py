@@ -1,177 +1,211 @@
-"""A campaign: random requests in one process group, with faults between them, each compared with a fresh process."""
+"""A campaign: random requests in one process group, some struck by faults, each compared with a fresh process."""
 
-import tempfile
+import json
+import random
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.soak import resources
-from benchmarks.soak.comparison import Comparison, Plan, Record, Report
-from benchmarks.soak.fault import Fault, draw
-from benchmarks.soak.job import HANGS, Job
-from benchmarks.soak.rank_worker import Outcome
-from benchmarks.soak.request import Request, choose, palette
-
-WARM_UP = 100
-"""Requests before resources are expected to be constant."""
-UNRESPONSIVE = "UnresponsiveRankError"
-REQUEST, FAULT = "request", "fault"
-"""Kinds of items, which `--only` names with their number."""
+from benchmarks.soak.faults import KINDS, Fault
+from benchmarks.soak.job import HANGS, Job, Outcome, Settings
+from benchmarks.soak.request import Request, draw
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a campaign runs. Each request depends on the seed and its number only."""
+
+    seed: int
+    ranks: int
+    requests: int
+    kinds: Sequence[str] = ()
+    """Kinds of faults, which take turns."""
+    fault_every: int = 10
+    """Every so many requests one is struck, and run once more without the fault."""
+    distinct: int = 40
+    """Number of distinct requests."""
+    first: int = 0
+    """Number of the first request."""
+    timeout: float = 120.0
+    """Seconds of a request, at most."""
+    seconds: float | None = None
+    """Time after which no further request begins."""
+    model: str | None = None
+    """Model of all requests; drawn when not given."""
+    mode: str | None = None
+    """Mode of all requests; drawn when not given."""
+
+    def request(self, number: int) -> Request:
+        """Return a request, the same for all that repeat it."""
+        which = random.Random(f"{self.seed} {number}").randrange(self.distinct)
+        return draw(random.Random(f"{self.seed} request {which}"), self.model, self.mode)
+
+    def fault(self, number: int) -> Fault | None:
+        """Return the fault that strikes a request; None for most."""
+        turn, last = divmod(number + 1, self.fault_every)
+        if last or not self.kinds:
+            return None
+        generator = random.Random(f"{self.seed} fault {number}")
+        kind = self.kinds[(turn - 1) % len(self.kinds)]
+        return Fault(kind, generator.randrange(self.ranks), generator.randrange(self.request(number).steps - 1))
+
+
+@dataclass
 class Campaign:
-    """Runs requests and faults, and compares each request that returns with a fresh process.
+    """Runs requests, and records which failed, had other bits or hung.
 
     Args:
         plan: what to run.
         folder: for the link profile and tuning caches.
-        report: called with a line on each step.
+        report: called with a line on each request.
     """
 
-    def __init__(self, plan: Plan, folder: Path, report: Report) -> None:
-        self.plan, self.report = plan, report
-        self.comparison = Comparison(plan, folder, report)
-        self.record = self.comparison.record
-        self.palette = palette(plan.seed, plan.distinct, plan.fixed)
-        self._deadline = time.monotonic() + plan.seconds if plan.seconds else float("inf")
+    plan: Plan
+    folder: Path
+    report: Callable[[str], object]
+    requests: int = 0
+    """Requests that had the bits of a fresh process."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Faults that had the expected consequence, by kind."""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[list[dict[str, int]]] = field(default_factory=list)
+    """What the ranks of the first job held after each of its requests."""
+
+    def __post_init__(self) -> None:
+        self._settings = Settings(
+            self.plan.ranks,
+            cache=str(self.folder / "cache"),
+            profile=write_profile(self.folder, self.plan.ranks),
+            collective_seconds=self.plan.timeout / 4,
+        )
+        self._fresh: dict[Request, list[str | None]] = {}
         self._job: Job | None = None
-        self._is_first_job = True
+        self._num_jobs = 0
 
-    def run(self) -> Record:
-        """Run the campaign and return its record, also if it is interrupted or memory or disk run out."""
+    def run(self) -> None:
+        """Run all requests, until they or the time end."""
+        started = time.monotonic()
         try:
-            self._run_items()
-        except KeyboardInterrupt:
-            self.report("interrupted; the record has what ran so far")
-        except OSError as error:  # no memory for a rank, or a full disk
-            cause = f"ended by {type(error).__name__}: {error}"
-            self.record.failures.append({"item": "the campaign", "request": "", "cause": cause})
-        return self.record
-
-    def _run_items(self) -> None:
-        try:
-            for kind, number in self._items():
-                if time.monotonic() > self._deadline:
+            for number in range(self.plan.first, self.plan.first + self.plan.requests):
+                if self.plan.seconds and time.monotonic() - started > self.plan.seconds:
                     break
-                (self._run_fault if kind == FAULT else self._run_request)(number)
+                self._run(number)
         finally:
-            self.end_job()
+            self._end_job()
 
-    def _items(self) -> Iterator[tuple[str, int]]:
-        """Yield requests with the faults between them, by kind and number."""
-        if self.plan.only is not None:
-            yield self.plan.only
-            return
-        requests, faults, fault = self.plan.requests, self.plan.faults, 0
-        for number in range(requests):
-            yield REQUEST, number
-            while fault * requests < (number + 1) * faults:
-                yield FAULT, fault
-                fault += 1
-        yield from ((FAULT, number) for number in range(fault, faults))
-
-    def fault(self, number: int) -> tuple[Request, Fault]:
-        """Return a fault and the request that it strikes."""
-        request = choose(self.plan.seed, f"fault {number}", self.palette)
-        fault = draw(self.plan.seed, number, self.plan.kinds, self.plan.ranks, request)
-        if fault.of_kind.strikes_layer:
+    def _run(self, number: int) -> None:
+        request, fault = self.plan.request(number), self.plan.fault(number)
+        if fault:  # a compiled layer runs no hooks, a step cache skips layers and has collectives of its own
             request = replace(request, compiled=False, step_cache=False)
-        return request, fault
+            self._strike(number, request, fault)
+        if self._check(number, request, self._in_job(request)):
+            self.requests += 1
+        struck = f" after {fault.kind}" if fault else ""
+        self.report(f"request {number}{struck}: {request.model} {request.mode}; {len(self.failures)} failures so far")
 
-    def _run_request(self, number: int) -> None:
-        request = choose(self.plan.seed, f"request {number}", self.palette)
-        name = f"{REQUEST}:{number}"
-        expected = self.comparison.fresh(request)
-        outcomes = self._in_first_job(request)
-        if self.comparison.check(name, request, outcomes, expected):
-            self.record.requests += 1
-            self.record.by_mode[request.mode] = self.record.by_mode.get(request.mode, 0) + 1
-        self.report(f"{name} {request.model} {request.mode}: {len(self.record.failures)} failures so far")
+    def _strike(self, number: int, request: Request, fault: Fault) -> None:
+        kind, survivors = KINDS[fault.kind], {*range(self.plan.ranks)} - {fault.victim}
+        waits = sorted(survivors) if kind.ends_job else range(self.plan.ranks)
+        if kind.ends_job:
+            self._in_job(request)  # so that all have started
+        outcomes = self._in_job(request, fault, waits)
+        if kind.ends_job:
+            self._end_job()
+        if kind.error is None:
+            expected = self._digests(request)
+            if not kind.is_comparable:
+                expected = [each.digest for each in outcomes]
+            passed = self._check(number, request, outcomes, expected, fault.kind)
+        else:
+            words = kind.error.format(victim=fault.victim)
+            wrong = [f"rank {rank}: {outcomes[rank].error}" for rank in waits if words not in str(outcomes[rank].error)]
+            passed = not wrong or self._fail(number, request, f"{fault.kind}: not {words!r} but {wrong[0]}")
+        self.faults[fault.kind] = self.faults.get(fault.kind, 0) + passed
 
-    def _in_first_job(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
-        """Run a request in the job that goes on, and start another one if it has ended."""
+    def _in_job(self, request: Request, fault: Fault | None = None, waits: Sequence[int] = ()) -> list[Outcome]:
+        """Run a request in the job that goes on, and end it if a rank hangs or has ended."""
         if self._job is None:
-            self._job = Job(self.comparison.settings, self.plan.timeout, self.comparison.folder)
-        outcomes = self._job.run(request, fault)
-        if self._is_first_job:
-            for samples, outcome in zip(self.record.samples, outcomes, strict=True):
-                samples += [outcome.resources] if outcome.resources else []
-        if any(each.resources is None or each.error == UNRESPONSIVE for each in outcomes):
-            self.end_job()
+            self._job, self._num_jobs = Job(self._settings, self.plan.timeout), self._num_jobs + 1
+        outcomes = self._job.run(request, fault, waits)
+        resources = [each.resources for each in outcomes if each.resources]
+        if len(resources) < len(outcomes):
+            self._end_job()
+        elif self._num_jobs == 1:
+            self.samples.append(resources)
         return outcomes
 
-    def end_job(self) -> None:
-        """End the job that goes on, if there is one."""
+    def _end_job(self) -> None:
         if self._job is not None:
-            self.record.left_behind += [f"the job of all requests: {each}" for each in self._job.end()]
-            self._job, self._is_first_job = None, False
+            self._job.end()
+            self._job = None
 
-    def _run_fault(self, number: int) -> None:
-        request, fault = self.fault(number)
-        name = f"{FAULT}:{number} {fault.kind}"
-        of_kind = self.record.faults.setdefault(fault.kind, {"runs": 0, "as_expected": 0, "longest_seconds": 0.0})
-        num_failures = len(self.record.failures)
-        strike = self._strike_run if fault.of_kind.scope == "run" else self._strike_job
-        seconds = strike(name, request, fault)
-        of_kind["runs"] += 1
-        of_kind["as_expected"] += len(self.record.failures) == num_failures
-        of_kind["longest_seconds"] = max(of_kind["longest_seconds"], seconds)
-        self.report(f"{name}: {len(self.record.failures)} failures so far")
+    def _digests(self, request: Request) -> list[str | None]:
+        """Return the digests of a request in a fresh process; in exact mode, those of stock xDiT."""
+        if request not in self._fresh:
+            job = Job(
+                self._settings if request.is_lossy else Settings(self.plan.ranks, is_stock=True), self.plan.timeout
+            )
+            try:
+                outcomes = job.run(request)
+            finally:
+                job.end()
+            self._fresh[request] = [each.digest or each.error for each in outcomes]
+        return self._fresh[request]
 
-    def _strike_run(self, name: str, request: Request, fault: Fault) -> float:
-        """Strike a request of the job that goes on, and run it once more."""
-        kind, expected = fault.of_kind, self.comparison.fresh(request)
-        outcomes = self._in_first_job(request, fault)
-        if kind.error is None and kind.is_comparable:
-            self.comparison.check(name, request, outcomes, expected)
-        elif any(each.error != kind.error for each in outcomes):
-            found = "; ".join(f"{each.error}: {each.message}" for each in outcomes)
-            self.record.hangs += any(each.error == HANGS for each in outcomes)
-            self.comparison.fail(name, request, f"expected {kind.error} on every rank, got {found}")
-        self.comparison.check(f"{name}, next request", request, self._in_first_job(request), expected)
-        return 0.0
+    def _check(
+        self,
+        number: int,
+        request: Request,
+        outcomes: list[Outcome],
+        expected: list[str | None] | None = None,
+        what: str = "",
+    ) -> bool:
+        """Return whether a request has returned on all ranks with the bits of a fresh one; record a failure if not."""
+        for rank, (outcome, digest) in enumerate(zip(outcomes, expected or self._digests(request), strict=True)):
+            if outcome.error is not None:
+                return self._fail(number, request, f"{what} rank {rank}: {outcome.error}")
+            if outcome.digest != digest:
+                return self._fail(number, request, f"{what} rank {rank}: other bits than a fresh process, {digest}")
+        return True
 
-    def _strike_job(self, name: str, request: Request, fault: Fault) -> float:
-        """Let a fault end a job of its own, and return the longest time until a surviving rank named it."""
-        compared = self.comparison
-        # TeaCache has collectives of its own: a rank that is lost in one is not named, as with stock xDiT.
-        request = replace(request, step_cache=False)
-        with compared.job(compared.settings, name) as job:
-            compared.check(f"{name}, before it", request, job.run(request), compared.fresh(request))
-            outcomes = job.run(request, fault)
-            struck = job.fault_time()
-        wanted = fault.of_kind.names_victim.format(victim=fault.victim)
-        survivors = {rank: each for rank, each in enumerate(outcomes) if rank != fault.victim}
-        self.record.hangs += any(each.error == HANGS for each in survivors.values())
-        for rank, outcome in survivors.items():
-            if outcome.error != UNRESPONSIVE or wanted not in outcome.message:
-                cause = f"rank {rank} does not say {wanted!r} but {outcome.error}: {outcome.message}"
-                compared.fail(name, request, cause)
-        return max((each.at - struck for each in survivors.values() if struck and each.at), default=0.0)
+    def _fail(self, number: int, request: Request, cause: str) -> bool:
+        """Record a failure and return False."""
+        self.failures.append({"number": number, "request": json.dumps(asdict(request)), "cause": cause.strip()[-3000:]})
+        self.report(f"request {number} FAILED: {cause[:500]}")
+        return False
+
+    def record(self) -> dict[str, Any]:
+        """Return the record as JSON values. Resources of a rank are medians of the first and the last tenth."""
+        tenth = max(1, len(self.samples) // 10)
+        parts = {"first": self.samples[:tenth], "last": self.samples[-tenth:]} if self.samples else {}
+        return {
+            **asdict(self.plan),
+            "equal_requests": self.requests,
+            "fresh_processes": len(self._fresh),
+            "faults": self.faults,
+            "hangs": sum(HANGS in each["cause"] for each in self.failures),
+            "failures": self.failures,
+            "resources": [
+                {
+                    name: {part: median(sample[rank][name] for sample in samples) for part, samples in parts.items()}
+                    for name in (self.samples[0][0] if self.samples else ())
+                }
+                for rank in range(self.plan.ranks)
+            ],
+            "samples": self.samples,
+        }
 
 
-def run(plan: Plan, report: Report) -> dict[str, Any]:
-    """Run a campaign and return its record as JSON values.
-
-    This process must be prepared by :func:`warm_up.prepare` and have a single thread.
-    """
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="cocodiff-soak-", ignore_cleanup_errors=True) as folder:
-        record = Campaign(plan, Path(folder), report).run()
-    return {
-        "seed": plan.seed,
-        "ranks": plan.ranks,
-        "seconds": time.monotonic() - started,
-        "requests": record.requests,
-        "distinct_requests": plan.distinct,
-        "fresh_processes": record.fresh,
-        "by_mode": record.by_mode,
-        "faults": record.faults,
-        "hangs": record.hangs,
-        "left_behind": record.left_behind,
-        "failures": record.failures,
-        "resources": [resources.summary(samples, WARM_UP) for samples in record.samples],
-        "samples": record.samples,
-    }
+def write_profile(folder: Path, ranks: int) -> str:
+    """Write a link profile with slow links between nodes, so that all jobs choose the same plans; return its file."""
+    topology = Topology.parse(f"node=2,gpu={ranks // 2}", ranks)
+    links = tuple(AxisLink(axis.name, 1e-4, 1e8 if axis.name == "node" else 1e9) for axis in topology.axes)
+    profile = Profile(topology, links, launch_seconds=1e-4, copy_bytes_per_second=1e9, codec_bytes_per_second=1e9)
+    file = folder / "profile.json"
+    file.write_text(json.dumps({"profile": profile.to_json()}))
+    return str(file)

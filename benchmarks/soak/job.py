@@ -1,35 +1,74 @@
-"""A job: ranks forked from this process, which has imported everything, and what they leave behind."""
+"""A job: ranks forked from this process, which has imported everything. Each keeps engines and runs requests."""
 
 import contextlib
 import faulthandler
-import json
+import gc
+import importlib
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Collection, Iterator
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.fault import Fault
-from benchmarks.soak.injection import TIME_FILE
-from benchmarks.soak.rank_worker import Outcome, RankWorker, Settings
 from benchmarks.soak.request import Request
-from xfuser_cocodiff.lab.emulation import user_namespace
 
 END_SECONDS = 20.0
 """How long ranks may take to end."""
-STACK_SECONDS = 2.0
 HANGS, DIED = "hangs", "died"
 """Errors of ranks that sent no outcome in time, and of ranks that ended."""
-_TEMPORARY = "tmp"
+COLLECT_EVERY = 25
+"""Requests between full garbage collections. Python's own wait until new objects exceed a quarter of the 800,000 that
+imports create, which takes hundreds of requests."""
+_ENVIRONMENT = {
+    # More than one thread would not survive the fork.
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    **{"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "LOG_LEVEL": "warning"},
+}
+"""Variables that libraries read when they are loaded, so that ranks cannot set them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a job, the same on all ranks."""
+
+    ranks: int
+    cache: str = "off"
+    """Folder of the tuning cache."""
+    profile: str | None = None
+    """File of a link profile; links are probed without one."""
+    collective_seconds: float = 30.0
+    """Longest time of a collective."""
+    is_stock: bool = False
+    """Whether to run stock xDiT."""
+
+    def arguments(self, request: Request) -> list[str]:
+        """Return the arguments of xDiT for a request."""
+        model = request.model_arguments(self.ranks)
+        if self.is_stock:
+            return model
+        profile = ["--cocodiff_profile", self.profile] if self.profile else []
+        job = ["--cocodiff_cache", self.cache, "--cocodiff_timeout", str(self.collective_seconds), *profile]
+        return [*model, *request.plugin_arguments(self.ranks), *job]
+
+
+@dataclass
+class Outcome:
+    """What came of a request on one rank."""
+
+    digest: str | None = None
+    """SHA-256 of the latents; None on ranks that do not decode, and after an error."""
+    error: str | None = None
+    """Class and message of the exception; None if the request returned."""
+    resources: dict[str, int] | None = None
+    """What the process holds after it; None if it hangs or has ended."""
+    decisions: dict[str, Any] | None = None
 
 
 class Job:
@@ -38,181 +77,171 @@ class Job:
     Args:
         settings: of the job.
         timeout: longest time of a request in seconds; after it, a rank hangs.
-        parent: folder of the job's own one, which is removed when the job ends.
     """
 
-    def __init__(self, settings: Settings, timeout: float, parent: Path) -> None:
-        self._timeout = timeout
-        self.folder = Path(tempfile.mkdtemp(prefix="job-", dir=parent))
-        (self.folder / _TEMPORARY).mkdir()
+    def __init__(self, settings: Settings, timeout: float) -> None:
+        self._timeout, self._folder = timeout, Path(tempfile.mkdtemp(prefix="cocodiff-job-"))
         context = multiprocessing.get_context("fork")
-        self._shared_memory = _shared_memory()
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        try:
-            for rank in range(settings.ranks):
-                own, other = context.Pipe()
-                arguments = rank, settings, self.folder, other, [own, *self._pipes], os.getpid()
-                process = context.Process(target=_run_rank, args=arguments, daemon=True)
-                process.start()
-                other.close()
-                self._processes.append(process)
-                self._pipes.append(own)
-        except BaseException:
-            self.end()
-            raise
+        pipes = [context.Pipe() for _ in range(settings.ranks)]
+        self._pipes = [own for own, _ in pipes]
+        self._processes = [
+            context.Process(
+                target=_run_rank, args=(rank, settings, self._folder, other, self._pipes, timeout), daemon=True
+            )
+            for rank, (_, other) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, other in pipes:
+            other.close()
 
-    def run(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
-        """Run a request on all ranks and return what came of it on each; no rank may take longer than the timeout."""
-        self.send(request, fault)
-        return self.receive(fault)
+    def run(self, request: Request, fault: Any = None, waits: Sequence[int] = ()) -> list[Outcome]:
+        """Run a request on all ranks and return what came of it on each; no rank may take longer than the timeout.
 
-    def send(self, request: Request, fault: Fault | None = None) -> None:
-        """Send a request to all ranks."""
-        command = {"request": request.to_json(), "fault": fault and fault.to_json()}
+        Args:
+            request: the request.
+            fault: :class:`faults.Fault` that strikes it.
+            waits: ranks whose outcome is needed, when not all are.
+        """
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a rank that has ended; its outcome says so
-                pipe.send_bytes(json.dumps(command).encode())
-
-    def receive(self, fault: Fault | None = None) -> list[Outcome]:
-        """Return what came of the request that was sent, on each rank."""
-        outcomes: dict[int, Outcome] = {}
-        deadline = time.monotonic() + self._timeout
-        # A rank that is stopped for good is killed at the end; the others say what came of it.
-        stopped = fault.victim if fault and fault.kind == "stopped" else None
-        expected = [rank for rank in self._ranks if rank != stopped]
-        while missing := [rank for rank in expected if rank not in outcomes]:
-            ready = wait([self._pipes[rank] for rank in missing], max(0.0, deadline - time.monotonic()))
+                pipe.send((request, fault))
+        outcomes, deadline = dict[int, Outcome](), time.monotonic() + self._timeout
+        expected = {*(waits or range(len(self._pipes)))}
+        while missing := [self._pipes[rank] for rank in expected - outcomes.keys()]:
+            ready = wait(missing, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            outcomes |= {rank: self._receive(rank) for rank in missing if self._pipes[rank] in ready}
-        stacks = self._stacks([rank for rank in expected if rank not in outcomes])
-        return [outcomes.get(rank) or Outcome(error=HANGS, message=stacks.get(rank, "")) for rank in self._ranks]
-
-    @property
-    def _ranks(self) -> range:
-        return range(len(self._processes))
+            outcomes |= {rank: self._receive(rank) for rank, pipe in enumerate(self._pipes) if pipe in ready}
+        return [outcomes.get(rank) or Outcome(error=self._said(rank, HANGS)) for rank in range(len(self._pipes))]
 
     def _receive(self, rank: int) -> Outcome:
         try:
-            return Outcome(**json.loads(self._pipes[rank].recv_bytes()))
+            return self._pipes[rank].recv()
         except (EOFError, OSError):
-            self._processes[rank].join(END_SECONDS)
-            return Outcome(error=DIED, message=f"exit code {self._processes[rank].exitcode}\n{self.log(rank)}")
+            return Outcome(error=self._said(rank, DIED))
 
-    def log(self, rank: int) -> str:
-        """Return the end of a rank's output."""
-        file = self.folder / f"log{rank}"
-        return file.read_text(errors="replace")[-3000:] if file.exists() else ""
+    def _said(self, rank: int, what: str) -> str:
+        file = self._folder / f"log{rank}"
+        return f"{what}\n{file.read_text(errors='replace')[-3000:] if file.exists() else ''}"
 
-    def fault_time(self) -> float | None:
-        """Return when the fault struck, on the clock that all ranks share."""
-        file = self.folder / TIME_FILE
-        return float(file.read_text()) if file.exists() else None
-
-    def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Return the stacks of ranks that hang."""
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        if ranks:
-            time.sleep(STACK_SECONDS)
-        files = {rank: self.folder / f"stack{rank}" for rank in ranks}
-        return {rank: file.read_text() for rank, file in files.items() if file.exists()}
-
-    def end(self) -> list[str]:
-        """End all ranks, and return what they leave behind on the machine."""
+    def end(self) -> None:
+        """End all ranks."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
-                pipe.send_bytes(b"null")
+                pipe.send(None)
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes:
-            if not _is_stopped(process.pid):
-                process.join(max(0.0, deadline - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        left = self._left_behind([process.pid for process in self._processes])
-        for process in self._processes:
-            process.close()
-        shutil.rmtree(self.folder)
-        return left
-
-    def _left_behind(self, sessions: list[int]) -> list[str]:
-        processes = [f"process {pid} of rank {sessions.index(sid)}" for pid, sid in _sessions() if sid in sessions]
-        files = [f"temporary file {file.name}" for file in (self.folder / _TEMPORARY).iterdir()]
-        new = _shared_memory() - self._shared_memory
-        shared = [f"shared memory {name}" for name in new if names_process(name, sessions)]
-        return [*processes, *files, *shared]
+        shutil.rmtree(self._folder)
 
 
-def names_process(name: str, pids: Collection[int]) -> bool:
-    """Return whether a file name contains one of the process IDs, as a whole number."""
-    return not {*map(str, pids)}.isdisjoint(re.findall(r"\d+", name))
+def prepare(models: Path) -> None:
+    """Import xDiT with the plugin in the process that ranks are forked from; call this before torch is imported.
 
+    Args:
+        models: folder of the small models, for HF_HOME.
+    """
+    for name in [name for name in os.environ if name.startswith("COCODIFF_")]:
+        os.environ.pop(name)  # requests say what they run with
+    os.environ.update(_ENVIRONMENT, HF_HOME=str(models))
+    import torch
 
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    import xfuser_cocodiff
 
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """Yield process ID and session of all processes but zombies."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
-            if state != "Z":
-                yield int(stat.parent.name), int(session)
-
-
-def _shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    return {file.name for file in folder.iterdir()} if folder.exists() else set()
+    torch.set_num_threads(1)
+    xfuser_cocodiff.install()
+    for name in ("xfuser.runner", "xfuser_cocodiff.xdit.session.startup", "benchmarks.soak.faults"):
+        importlib.import_module(name)
+    importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
 
 
 # On a rank.
 
 
 def _run_rank(
-    rank: int, settings: Settings, folder: Path, commands: Connection, inherited: list[Connection], parent: int
+    rank: int, settings: Settings, folder: Path, commands: Connection, inherited: Sequence[Connection], timeout: float
 ) -> None:
-    """Run a rank until it is told to end, or the process that has started it is gone."""
-    for pipe in inherited:  # or this rank would keep the pipes of others open
-        pipe.close()
-    user_namespace.end_with_parent(parent)
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
-    for number in (signal.SIGTERM, signal.SIGHUP):  # which the command handles
-        signal.signal(number, signal.SIG_DFL)
-    log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    for output in (1, 2):
-        os.dup2(log, output)
-    faulthandler.register(signal.SIGUSR1, os.open(folder / f"stack{rank}", os.O_CREAT | os.O_WRONLY))
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder / _TEMPORARY)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(settings.ranks), LOCAL_RANK=str(rank))
-    status = 1
-    try:
-        _serve(rank, settings, folder, commands)
-        status = 0
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        if status:
-            traceback.print_exc()
-        os._exit(status)  # without destructors, which could fail in a world that has lost ranks
-
-
-def _serve(rank: int, settings: Settings, folder: Path, commands: Connection) -> None:
-    import torch
+    """Run requests until this rank is told to end, or the process that has started it is gone."""
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    for pipe in inherited:  # or this rank would keep the pipes of others open
+        pipe.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
+    log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(settings.ranks), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings.ranks)
-    worker = RankWorker(rank, settings, folder)
-    while command := json.loads(commands.recv_bytes()):
-        request = Request(**{**command["request"], "prompts": tuple(command["request"]["prompts"])})
-        fault = Fault(**command["fault"]) if command["fault"] else None
-        commands.send_bytes(json.dumps(asdict(worker.run(request, fault))).encode())
+    ranks_engines = _Engines(rank, settings)
+    with contextlib.suppress(EOFError):
+        while command := commands.recv():
+            faulthandler.dump_traceback_later(0.95 * timeout, file=2)  # where a rank hangs
+            commands.send(ranks_engines.run(*command))
+            faulthandler.cancel_dump_traceback_later()
+    sys.stderr.flush()
+    os._exit(0)  # without destructors, which could fail in a world that has lost ranks
+
+
+class _Engines:
+    """Loaded models of one rank."""
+
+    def __init__(self, rank: int, settings: Settings) -> None:
+        from xfuser_cocodiff.lab.launching import rank_engine
+
+        self._rank, self._settings, self._module = rank, settings, rank_engine
+        self._engines: dict[tuple, rank_engine.RankEngine] = {}
+        self._current: tuple | None = None
+        """Engine and arguments of the runtime state."""
+        self._kept: list[BaseException] = []
+        """The last error, which a caller may keep, with the frames of its run."""
+        self._num_requests = 0
+        rank_engine.init_rank(rank, settings.ranks)
+
+    def run(self, request: Request, fault: Any) -> Outcome:
+        """Run a request, and return what came of it."""
+        from benchmarks.soak.faults import KINDS, Target
+
+        outcome = Outcome()
+        try:
+            engine = self._engine(request)
+            if fault is None:
+                outcome.digest = engine.run(request.inputs)
+            else:
+                reconfigure = lambda: engine.configure(self._settings.arguments(request))  # noqa: E731
+                target = Target(fault, self._rank == fault.victim, engine.pipe, reconfigure)
+                with KINDS[fault.kind].inject(target) as callback:
+                    outcome.digest = engine.run(request.inputs, callback)
+        except BaseException as error:
+            outcome.error, self._kept = f"{type(error).__name__}: {error}", [error]
+        outcome.resources, outcome.decisions = _resources(), self._module.choices()
+        self._num_requests += 1
+        if self._num_requests % COLLECT_EVERY == 0:  # after the sample, which shows what only cycles hold
+            gc.collect()
+        return outcome
+
+    def _engine(self, request: Request) -> Any:
+        """Return the engine of a request, with its options in force."""
+        arguments = self._settings.arguments(request)
+        current = (request.engine, tuple(option for option in arguments if option not in request.prompts))
+        if request.engine not in self._engines:
+            self._engines[request.engine] = self._module.RankEngine(arguments, request.compiled)
+        elif current != self._current:
+            self._engines[request.engine].configure(arguments)
+        self._current = current
+        return self._engines[request.engine]
+
+
+def _resources() -> dict[str, int]:
+    """Return what this process holds. Resident memory includes what was freed; Python's blocks do not."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "python_blocks": sys.getallocatedblocks(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }

@@ -1,11 +1,8 @@
 """Requests of a soak test: what is drawn from a seed, and the arguments and inputs that it becomes."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-from xfuser_cocodiff.lab.launching.command_line import option_value
 
 MODELS = ("FLUX.1-dev", "Wan2.1-T2V", "SD3.5")
 MODES = ("exact", "balanced", "fast", "paper")
@@ -69,9 +66,9 @@ class Request:
 
     def plugin_arguments(self, ranks: int) -> list[str]:
         """Return the options of the plugin; half of the ranks are on each of two emulated nodes."""
-        topology = f"node=2,gpu={ranks // 2}" if ranks > 1 and ranks % 2 == 0 else f"gpu={ranks}"
         schedule = ["--cocodiff_schedule", self.schedule] if self.schedule else []
         groups = ["--cocodiff_head_groups", str(self.head_groups)] if self.head_groups else []
+        topology = f"node=2,gpu={ranks // 2}"
         return [
             *("--use_cocodiff", "--cocodiff_topology", topology, "--cocodiff_a2a", self.plan),
             *("--cocodiff_mode", self.mode, "--cocodiff_v_first", self.v_first),
@@ -79,33 +76,27 @@ class Request:
             *schedule,
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the request as JSON values."""
-        return asdict(self)
 
-
-def draw(generator: random.Random, fixed: Sequence[str] = ()) -> Request:
+def draw(generator: random.Random, model: str | None = None, mode: str | None = None) -> Request:
     """Draw a request.
 
     Args:
         generator: source of random numbers.
-        fixed: arguments of xDiT, whose model, mode, plan and steps are not drawn.
+        model: its model; drawn when not given.
+        mode: its mode; drawn when not given.
     """
-    model = option_value(fixed, "model") or generator.choice(MODELS)
-    mode = option_value(fixed, "cocodiff_mode") or generator.choice(MODES)
-    plan = option_value(fixed, "cocodiff_a2a") or generator.choice(("flat", "hierarchical"))
+    model, mode = model or generator.choice(MODELS), mode or generator.choice(MODES)
     height, width = generator.choice(SIZES)
-    steps = int(option_value(fixed, "num_inference_steps") or generator.choice((2, 3, 5)))
     prompts = generator.sample(PROMPTS, 2 if model == "FLUX.1-dev" and generator.random() < 0.25 else 1)
     special = generator.random() if model == "FLUX.1-dev" else 1.0
     return Request(
         model,
         mode,
-        plan,
-        v_first=option_value(fixed, "cocodiff_v_first") or generator.choice(("on", "off")),
+        plan=generator.choice(("flat", "hierarchical")),
+        v_first=generator.choice(("on", "off")),
         height=height,
         width=width,
-        steps=steps,
+        steps=generator.choice((2, 3, 5)),
         guidance=generator.choice((1.0, 3.5)),
         prompts=tuple(prompts),
         seed=generator.randrange(1000),
@@ -114,13 +105,3 @@ def draw(generator: random.Random, fixed: Sequence[str] = ()) -> Request:
         compiled=special < 0.15,
         step_cache=0.15 <= special < 0.3,
     )
-
-
-def palette(seed: int, count: int, fixed: Sequence[str] = ()) -> list[Request]:
-    """Return distinct requests; each depends on the seed and its position only."""
-    return [draw(random.Random(f"request {seed} {number}"), fixed) for number in range(count)]
-
-
-def choose(seed: int, item: str, requests: Sequence[Request]) -> Request:
-    """Return the request of an item of a campaign; it depends on the seed and the item only."""
-    return random.Random(f"{item} {seed}").choice(requests)

@@ -7,11 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.soak import comparison, warm_up
-from benchmarks.soak.job import Job
-from benchmarks.soak.rank_worker import Outcome, Settings
+from benchmarks.soak import campaign, job
+from benchmarks.soak.job import Job, Outcome, Settings
 from benchmarks.soak.request import Request
 from tests import ranks
 
@@ -24,8 +22,7 @@ WARM_UP_STEPS = 30
 
 
 def in_process(work: Callable, arguments: tuple, file: Path) -> None:
-    torch.set_num_threads(1)
-    warm_up.prepare()
+    job.prepare(Path(os.environ["HF_HOME"]))
     file.write_text(json.dumps(work(*arguments)))
     os._exit(0)
 
@@ -39,26 +36,26 @@ def run(folder: Path, work: Callable, *arguments: object) -> list:
     return json.loads((folder / "result.json").read_text())
 
 
-def outcomes_of(request: Request, settings: Settings, folder: Path) -> list[dict]:
+def outcomes_of(request: Request, settings: Settings) -> list[dict]:
     """Run a request in a job of its own and return digest and decisions of each rank."""
-    job = Job(settings, 120, folder)
+    started = Job(settings, 120)
     try:
-        outcomes: list[Outcome] = job.run(request)
+        outcomes: list[Outcome] = started.run(request)
     finally:
-        job.end()
-    assert all(each.has_returned for each in outcomes), outcomes
+        started.end()
+    assert all(each.error is None for each in outcomes), outcomes
     return [{name: asdict(each)[name] for name in ("digest", "decisions")} for each in outcomes]
 
 
 def with_a_cache(request: Request, folder: str) -> list[list[dict]]:
     settings = Settings(2, cache=str(Path(folder, "cache")))
-    outcomes_of(replace(request, steps=WARM_UP_STEPS), settings, Path(folder))
-    return [outcomes_of(request, settings, Path(folder)) for _ in range(2)]
+    outcomes_of(replace(request, steps=WARM_UP_STEPS), settings)
+    return [outcomes_of(request, settings) for _ in range(2)]
 
 
 def with_a_profile(request: Request, folder: str) -> list[list[dict]]:
-    settings = Settings(2, profile=comparison.write_profile(Path(folder), 2))
-    return [outcomes_of(request, settings, Path(folder)) for _ in range(2)]
+    settings = Settings(2, profile=campaign.write_profile(Path(folder), 2))
+    return [outcomes_of(request, settings) for _ in range(2)]
 
 
 @pytest.mark.parametrize("mode", ["balanced", "fast", "paper", "exact"])
