@@ -33,8 +33,8 @@ from diffusers import (
 )
 from transformers import BertConfig, BertModel, BertTokenizer
 
+from models import captions, flux1, lumina2, sd35, tokenizers, weights
 from tests.sizes import build
-from xfuser_cocodiff.lab.models import captions, flux1, lumina2, sd35, tokenizers, weights
 
 
 def whole(kind: type[DiffusionPipeline], **parts: object) -> DiffusionPipeline:

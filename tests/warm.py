@@ -16,7 +16,7 @@ for name in (
     "tests.small_transformers",
     "tests.small_pipelines.loops",
     "xfuser_cocodiff.lab.comparison.quality",
-    *(f"xfuser_cocodiff.lab.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
+    *(f"models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)
 # Probes of links within one machine with larger messages would take most of a session's start and show nothing.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
 from benchmarks.accelerator.device import EmulatedAccelerator
-from xfuser_cocodiff.lab.comparison.row_codes import CODES
+from benchmarks.cluster.row_codes import CODES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.cluster.coded_ulysses import CodedUlysses, UlyssesCodes
 from benchmarks.cluster.ring_rules import ResidualRing, gathered_attention
-from xfuser_cocodiff.lab.comparison.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
+from benchmarks.cluster.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
 from xfuser_cocodiff.lab.launching.replaced_collectives import (
     Collectives,
     replace_collectives,

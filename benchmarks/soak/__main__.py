@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
         job.prepare(models)
         from benchmarks.soak.campaign import Campaign, Plan
         from benchmarks.soak.faults import KINDS
-        from xfuser_cocodiff.lab.models import hub
+        from models import hub
         from xfuser_cocodiff.lab.reporting import host
 
         kinds = [*KINDS] if options.faults is None else options.faults

@@ -113,7 +113,7 @@ campaign() {
         done
     done
     for name in "${quality_models[@]}"; do
-        "$1" "quality/$name" "${cocodiff[@]}" quality --model "$name" --virtual "${AURORA_VIRTUAL:-2x6x2}" \
+        "$1" "quality/$name" "${cocodiff[@]}" quality --model "$name" --cocodiff_virtual "${AURORA_VIRTUAL:-2x6x2}" \
             --steps "$steps" --seeds "${AURORA_SEEDS:-4}" --size "${AURORA_QUALITY_SIZE:-768}" \
             --json result.json --sheet pictures.png
     done

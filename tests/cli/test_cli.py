@@ -50,20 +50,6 @@ def test_env_shows_why_the_plugin_is_not_installed(
     assert "xfuser 0.9.1 is not supported" in capsys.readouterr().out
 
 
-def test_models_writes_a_model_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["models", "--out", str(tmp_path), "SD3.5"]) == 0
-    assert "HF_HOME=" in capsys.readouterr().out
-    assert [folder.name for folder in (tmp_path / "hub").iterdir()] == [
-        "models--stabilityai--stable-diffusion-3.5-large"
-    ]
-
-
-def test_unknown_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["models", "--out", str(tmp_path), "SD9"]) == 2
-    error = capsys.readouterr().err
-    assert "'SD9'" in error and "FLUX.1-dev" in error
-
-
 @pytest.mark.parametrize("arguments", [["env", "--degree", "0"]])
 def test_numbers_out_of_range_are_reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2

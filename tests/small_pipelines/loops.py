@@ -23,10 +23,10 @@ from xfuser.model_executor.pipelines.pipeline_lingbot_video import (
     xFuserLingBotVideoPipeline,
 )
 
+from models import sd35, weights
 from tests import example_models
 from tests.sizes import build
 from tests.small_transformers import videos
-from xfuser_cocodiff.lab.models import sd35, weights
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:

@@ -10,8 +10,8 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
-from xfuser_cocodiff.lab.models import tokenizers, weights
-from xfuser_cocodiff.lab.models.wan import LATENT_CHANNELS, SIZES, autoencoder, scheduler, text_encoder
+from models import tokenizers, weights
+from models.wan import LATENT_CHANNELS, SIZES, autoencoder, scheduler, text_encoder
 
 ENCODER_WIDTH = 32
 MASK_CHANNELS, VACE_MASK_CHANNELS = 4, 64

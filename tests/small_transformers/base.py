@@ -19,8 +19,8 @@ from xfuser.core.distributed import (
     initialize_runtime_state,
 )
 
+from models import weights
 from tests.sizes import build
-from xfuser_cocodiff.lab.models import weights
 
 STEPS = 2
 

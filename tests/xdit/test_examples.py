@@ -47,7 +47,7 @@ class Example:
         return 4 if self.topology else 2
 
 
-OURS, SMALL = "tests.example_models", "xfuser_cocodiff.lab.models"
+OURS, SMALL = "tests.example_models", "models"
 UNBINNED = "--no_use_resolution_binning"
 EXAMPLES = {
     "CogVideoX": Example("cogvideox_example.py", f"{OURS}:cogvideox", "--num_frames 9"),

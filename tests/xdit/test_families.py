@@ -1,15 +1,17 @@
 """The table of model families: it has all of xDiT's models, and agrees with the tests."""
 
-import json
 from pathlib import Path
 
-import pytest
-
 from tests import ranks
-from tests.xdit import test_families_coded, test_more_pipelines, test_pipelines, test_run_loops, test_transformers
-from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.models import families
-from xfuser_cocodiff.lab.models.families import FAMILIES
+from tests.xdit import (
+    families,
+    test_families_coded,
+    test_more_pipelines,
+    test_pipelines,
+    test_run_loops,
+    test_transformers,
+)
+from tests.xdit.families import FAMILIES
 
 SMALL = [model for family in FAMILIES for model in family.small_models]
 
@@ -44,25 +46,3 @@ def test_the_models_page_equals_the_table() -> None:
     lines = (Path(__file__).parents[2] / "docs/models.md").read_text().splitlines()
     rows = [tuple(line.strip("| ").split(" | ")) for line in lines if line.startswith("|")]
     assert rows[:1] + rows[2:] == [families.COLUMNS, *families.cells()]
-
-
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["models", "--list"]) == 0
-    printed = capsys.readouterr().out
-    assert all(family.name in printed for family in FAMILIES)
-    assert cli.main(["models", "--list", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["schema"] == 1
-    assert [row["family"] for row in record["rows"]] == [family.name for family in FAMILIES]
-    assert record["rows"][0]["v_first"] == ["add_v_proj", "to_v"]
-    causal = next(row for row in record["rows"] if row["names"] == ["CausalWan"])
-    assert not causal["exact"] and isinstance(causal["v_first"], str) and isinstance(causal["coded"], str)
-
-
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [(["--json", "--out", "x"], "--json requires --list"), (["--list", "SD3.5"], "takes no names")],
-)
-def test_conflicting_options_are_errors(line: list[str], error: str, capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["models", *line]) == 2
-    assert error in capsys.readouterr().err

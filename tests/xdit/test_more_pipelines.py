@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from models import hub
 from tests import ranks
 from tests.small_pipelines import wan
+from tests.xdit.families import FAMILIES
 from tests.xdit.test_pipelines import Run, used_axes
-from xfuser_cocodiff.lab.models import hub
-from xfuser_cocodiff.lab.models.families import FAMILIES
 
 HOME = Path(os.environ["HF_HOME"])
 PROMPT, STEPS = "a photo of a cat", 3

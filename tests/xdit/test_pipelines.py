@@ -8,7 +8,7 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.lab.models.families import FAMILIES
+from tests.xdit.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("hub")
 

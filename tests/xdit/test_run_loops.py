@@ -11,9 +11,9 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
+from tests.xdit.families import FAMILIES
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_families_coded import BITS, Coded, check_reports
-from xfuser_cocodiff.lab.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.engine.compression.step_report import StepReport

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff.lab.models.families import FAMILIES, Family
+from tests.xdit.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer

@@ -11,17 +11,34 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from xfuser_cocodiff.cli import compare, env, models, plan, probe, quality, simulate
+from xfuser_cocodiff.cli import compare, env, plan, probe, quality, simulate
 
-COMMANDS = (compare, env, models, probe, plan, quality, simulate)
+COMMANDS = (compare, env, probe, plan, quality, simulate)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that accepts dashes and underscores in the names of options, as xDiT's parsers do."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments with their options in the spelling that this parser has."""
+        spellings = {_dashed(name): name for action in self._actions for name in action.option_strings}
+        named = (argument.partition("=") for argument in args)
+        return super().parse_known_args(
+            ["".join([spellings.get(_dashed(name), name), *rest]) for name, *rest in named], namespace
+        )
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-") if name.startswith("--") else name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status; 2 if the command line is not valid."""
     argv = list(sys.argv[1:] if argv is None else argv)
     separator = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="cocodiff",
         description="Compare and measure CoCoDiff, the plugin that speeds up Ulysses attention in xDiT.",
     )

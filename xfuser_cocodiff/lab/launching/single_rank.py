@@ -1,7 +1,7 @@
 """Pipeline of xDiT on one rank, to evaluate virtual ranks."""
 
 import inspect
-from dataclasses import replace
+import sys
 from typing import Any
 
 import torch
@@ -35,27 +35,17 @@ class SingleRankPipeline:
         self._runner.initialize(self._runner.preprocess_args({**values, "prompt": [""]}))
         self.pipe: Any = self._runner.model.pipe
         self.pipe.to(dtype)
-        self.pipe.set_progress_bar_config(disable=True)
+        self.pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
         if self.makes_videos:
             self.pipe.vae.enable_slicing()  # HunyuanVideo 1.5's autoencoder decodes one video at a time
 
-    def configure(self, config: CocoDiffConfig | None, virtual_ranks: Any = None) -> None:
-        """Run the pipeline with a config of virtual ranks from now on.
-
-        Args:
-            config: config with virtual ranks; None runs stock xDiT.
-            virtual_ranks: class that replaces that of the virtual ranks; None for their own.
-        """
+    def configure(self, config: CocoDiffConfig | None) -> None:
+        """Run the pipeline with a config of virtual ranks from now on; None runs stock xDiT."""
         from xfuser.core.distributed import initialize_runtime_state
 
-        if config and virtual_ranks:
-            config = replace(config, virtual_ring=virtual_ranks.is_ring)
         model = self._runner.model
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
-        session, simulated = active(), vars(active())["simulator"]
-        if virtual_ranks and simulated:
-            session.simulator = virtual_ranks(simulated.topology, simulated.slow_axes)
 
     def accepts_argument(self, argument: str) -> bool:
         """Return whether the pipeline has an argument of this name."""

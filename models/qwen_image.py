@@ -22,8 +22,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from xfuser_cocodiff.lab.models import tokenizers, weights
-from xfuser_cocodiff.lab.models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens
+from models import tokenizers, weights
+from models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens
 
 LATENT_CHANNELS = 8
 # Tokens of the input image in Edit's text encoder; a token is four patches of 14 x 14 pixels.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xfuser_cocodiff.lab.models import slices
+from models import slices
 
 _HERE = Path(__file__).parent
 SHIPPED = {
@@ -25,7 +25,7 @@ SHIPPED = {
     "SD3.5": _HERE / "sd35_large",
     "Wan2.1-T2V": _HERE / "wan21_t2v",
 }
-"""Folders of the models with trained weights, which are part of the package."""
+"""Folders of the models with trained weights."""
 SHARED_AUTOENCODERS = {"SD3.5": "FLUX.1-dev"}
 """By models whose folder has no autoencoder, the one of :data:`SHIPPED` that has it."""
 # First line of the model card of every small model; distinguishes it from a real download.
@@ -60,7 +60,7 @@ def write_cache(out: Path, names: Sequence[str] | None = None) -> dict[str, Path
     Raises:
         ValueError: a name is unknown.
         FileExistsError: the cache contains the real model of that name.
-        FileNotFoundError: the trained weights are missing from the package.
+        FileNotFoundError: the trained weights are missing.
     """
     names = list(REGISTRY if names is None else names)
     if unknown := [name for name in names if name not in REGISTRY]:
@@ -126,7 +126,7 @@ def _copy_shipped(name: str) -> Callable[[Path], None]:
         source, autoencoder = SHIPPED[name], SHIPPED[SHARED_AUTOENCODERS.get(name, name)] / "vae"
         for needed in (source / "model_index.json", autoencoder):
             if not needed.exists():
-                raise FileNotFoundError(f"the trained weights of {name} are missing from this installation: {needed}")
+                raise FileNotFoundError(f"the trained weights of {name} are missing from this checkout: {needed}")
         shutil.copytree(source, folder)
         if name in SHARED_AUTOENCODERS:
             shutil.copytree(autoencoder, folder / "vae")
@@ -137,7 +137,7 @@ def _copy_shipped(name: str) -> Callable[[Path], None]:
 def _save_random(module: str, pipeline: str = "pipeline") -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         # Imported only when the model is requested, since it imports all of diffusers.
-        getattr(import_module(f"xfuser_cocodiff.lab.models.{module}"), pipeline)().save_pretrained(folder)
+        getattr(import_module(f"models.{module}"), pipeline)().save_pretrained(folder)
 
     return write
 

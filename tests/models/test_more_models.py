@@ -9,8 +9,8 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
+from models import hub, qwen_image, tokenizers
 from tests.quick import slow_but
-from xfuser_cocodiff.lab.models import hub, qwen_image, tokenizers
 
 SMALL = {"height": 128, "width": 128}
 LARGE = {"height": 256, "width": 256}

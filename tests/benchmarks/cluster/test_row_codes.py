@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xfuser_cocodiff.lab.comparison import row_codes
+from benchmarks.cluster import row_codes
 
 E2M1 = [sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 

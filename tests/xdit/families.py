@@ -1,7 +1,7 @@
 """Provides the table of xDiT's transformer families and what the plugin supports in each. Tests check every row."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 TRANSFORMER_TESTS = "tests/xdit/test_transformers.py"
 """Test file that compares small transformers with stock xDiT bit by bit, unless they are in PIPELINE_TESTS."""
@@ -115,23 +115,6 @@ FAMILIES = (
     Family("Latte", (), ("Latte",), v_first=_WRAPPED),
     Family("StepVideo", (), ("StepVideo",), attention="yunchang", v_first=("wqkv",)),
 )
-
-
-def rows() -> list[dict[str, Any]]:
-    """Return the families as rows of a record."""
-    return [
-        {
-            "family": family.name,
-            "names": list(family.names),
-            "attention": family.attention,
-            "exact": family.is_exact,
-            "v_first": family.v_first if isinstance(family.v_first, str) else list(family.v_first),
-            "coded": family.lossy,
-            "loops": list(family.small_pipelines),
-            "tested": family.tested,
-        }
-        for family in FAMILIES
-    ]
 
 
 COLUMNS = (

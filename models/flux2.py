@@ -15,8 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from xfuser_cocodiff.lab.models import tokenizers, weights
-from xfuser_cocodiff.lab.models.parts import decoder_sizes, qwen_tokens
+from models import tokenizers, weights
+from models.parts import decoder_sizes, qwen_tokens
 
 TEXT_WIDTH = 32
 # The pipelines stack hidden states 10, 20 and 30 of their text encoders; klein's stacks 9, 18 and 27.

@@ -1,7 +1,7 @@
 """Tests of the small models, their tokenizers and their cache, in one process without xDiT."""
 
 import json
-import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,9 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoTokenizer
 
+from models import __main__ as command
+from models import captions, flux2, hub, tokenizers
 from tests.quick import slow_but
-from xfuser_cocodiff.lab.models import captions, flux2, hub, tokenizers
 
 RANDOM = ["FLUX.2-dev", "Qwen-Image"]
 PROMPT = "a photo of a cat"
@@ -103,38 +104,6 @@ def test_trained_sd35_predicts_with_and_without_captions(tmp_path):
         velocity = pipe.transformer(mixed, embeds, pooled, time, return_dict=False)[0]
         errors[prompts] = functional.mse_loss(velocity, noise - clean, reduction="none").mean((1, 2, 3))
     assert (1.1 * errors["own"] < errors["none"]).all() and (errors["none"] < errors["another's"]).all(), errors
-
-
-@pytest.mark.slow  # a trained image model is the quick one
-def test_trained_wan_generates_its_captions(tmp_path):
-    """Videos have the gray values and the motion of their training data."""
-    hub.write_cache(tmp_path, ["Wan2.1-T2V"])
-    draw = runpy.run_path(Path(__file__).parents[3] / "scripts/volumes.py")["draw"]  # its training data
-    references = {
-        kind: np.stack([draw(kind, 64, np.random.default_rng(seed)) for seed in range(8)]) for kind in captions.VOLUMES
-    }
-    pipe, inputs = load(tmp_path, "Wan2.1-T2V"), {"height": 128, "width": 128, "num_frames": 9}
-    prompts = [f"a video of {name}" for name in captions.VOLUMES.values()]
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
-    output = pipe(
-        prompt=prompts, num_inference_steps=8, generator=generators, output_type="np", max_sequence_length=32, **inputs
-    )
-    for kind, video in zip(captions.VOLUMES, output.frames.mean(-1), strict=True):
-        distance = {
-            other: np.abs(quantiles(video) - quantiles(reference)).mean() for other, reference in references.items()
-        }
-        assert min(distance, key=distance.get) == kind, (kind, distance)
-        assert 0.3 < motion(video) / motion(references[kind]) < 3, kind
-
-
-def quantiles(videos: np.ndarray) -> np.ndarray:
-    """Return 21 quantiles of the gray values."""
-    return np.quantile(videos, np.linspace(0, 1, 21))
-
-
-def motion(videos: np.ndarray) -> float:
-    """Return the mean absolute difference between successive frames."""
-    return float(np.abs(np.diff(videos, axis=-3)).mean())
 
 
 @pytest.mark.parametrize("shipped", hub.SHIPPED.values(), ids=hub.SHIPPED)
@@ -244,3 +213,18 @@ def test_missing_trained_weights_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(hub.SHIPPED, "FLUX.1-dev", tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"FLUX\.1-dev.*nowhere"):
         hub.write_cache(tmp_path / "cache", ["FLUX.1-dev"])
+
+
+def test_the_command_writes_a_model_by_name(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["models", "--out", str(tmp_path), "SD3.5"])
+    assert command.main() == 0
+    assert f"HF_HOME={tmp_path}" in capsys.readouterr().out
+    assert [each.name for each in (tmp_path / "hub").iterdir()] == ["models--stabilityai--stable-diffusion-3.5-large"]
+
+
+def test_unknown_models_are_errors(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["models", "--out", str(tmp_path), "SD9"])
+    with pytest.raises(SystemExit):
+        command.main()
+    error = capsys.readouterr().err
+    assert "'SD9'" in error and "FLUX.1-dev" in error

@@ -3,8 +3,8 @@
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from xfuser_cocodiff.lab.models import captions, tokenizers, wan
-from xfuser_cocodiff.lab.models.parts import TEXT_WIDTH
+from models import captions, tokenizers, wan
+from models.parts import TEXT_WIDTH
 
 LATENT_CHANNELS = 8
 

@@ -3,8 +3,8 @@
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerBase
 
-from xfuser_cocodiff.lab.models import tokenizers, weights
-from xfuser_cocodiff.lab.models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, decoder_sizes
+from models import tokenizers, weights
+from models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, decoder_sizes
 
 HEADS, HEAD_DIM = 24, 8
 
