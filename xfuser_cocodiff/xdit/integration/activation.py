@@ -21,7 +21,6 @@ from xfuser_cocodiff.xdit.attention import (
     all_to_all,
     attention_kernels,
     long_context,
-    output_gather,
     usp,
     zero_padding,
 )
@@ -124,7 +123,6 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     has_kernels = machine and machine.device_type in attention_kernels.DEVICES
     in_steps = [
         *all_to_all.patches(),
-        *_of_feature("all-gathers along the topology", output_gather.patches()),
         *usp.patches(),
         *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
