@@ -8,13 +8,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image, ImageChops
 
 from xfuser_cocodiff.lab.launching import cpu_host
-from xfuser_cocodiff.xdit.integration import ray_workers
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [
@@ -105,15 +103,3 @@ def test_only_a_private_ray_gets_virtual_gpus(
     ray = StandInRay(joins)
     assert cpu_host._with_gpus(ray.init)(*args, **given) == "context"
     assert ray.calls == [(args, expected)]
-
-
-@pytest.mark.parametrize(("config", "record", "expected"), [("given", "", "3"), (None, "folder", "3"), (None, "", "0")])
-def test_worker_sets_its_rank_if_the_plugin_needs_it(
-    monkeypatch: pytest.MonkeyPatch, config: str | None, record: str, expected: str
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("COCODIFF_RECORD", record)
-    parallel_config, seen = SimpleNamespace(sp_config=SimpleNamespace(cocodiff=config)), []
-    start = ray_workers._with_rank(lambda *_: seen.append(os.environ["RANK"]))
-    start(None, parallel_config, "DiTWorker", 3)
-    assert seen == [expected]

@@ -32,6 +32,13 @@ def run(code: str, file: Path) -> None:
     exec(code, {})
 
 
+IN_A_GROUP = """
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+dist.init_process_group("fake", store=dist.HashStore(), rank={rank}, world_size=2)
+"""
+"""Code that makes this process a rank of two, without the other one."""
+
 SEEN = ["normal", "act", "each", "each", "act", "late"]
 
 
@@ -40,6 +47,8 @@ SEEN = ["normal", "act", "each", "each", "act", "late"]
     [
         ("", "", SEEN),
         ("os.environ['RANK'] = '1'", "", []),
+        (IN_A_GROUP.format(rank=1), "", []),  # Ray's workers inherit the variable
+        ("os.environ['RANK'] = '1';" + IN_A_GROUP.format(rank=0), "", SEEN),
         ("logging.basicConfig(level=logging.INFO)", "", SEEN),
         ("", "logging.basicConfig(level=logging.INFO)", SEEN),
         ("logging.basicConfig()", "", ["act", "act"]),
@@ -50,8 +59,9 @@ SEEN = ["normal", "act", "each", "each", "act", "late"]
         ("os.environ['COCODIFF_LOG_LEVEL'] = 'loud'", "", SEEN),
     ],
     ids=[
-        *("unconfigured", "rank 1", "configured", "configured later", "warnings only", "errors only"),
-        *("variable: warning", "variable: error", "variable: debug, configured", "variable: not valid"),
+        *("unconfigured", "rank 1", "rank 1 of a group", "rank 0 of a group", "configured", "configured later"),
+        *("warnings only", "errors only", "variable: warning", "variable: error", "variable: debug, configured"),
+        "variable: not valid",
     ],
 )
 def test_message_is_logged_once_per_session_by_level(before: str, after: str, seen: list[str], tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from xfuser_cocodiff.lab.comparison.instant import Instant, now, seconds_between
 from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.lab.launching import decisions, stock_traffic
+from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import exchanges
@@ -71,8 +72,8 @@ class Recorder:
 
     @functools.cached_property
     def rank(self) -> int:
-        """Rank of this process; known when a run begins, since Ray's workers import xDiT before their rank is set."""
-        return int(os.environ.get("RANK", "0"))
+        """Rank of this process; known when a run begins."""
+        return log.rank()
 
     @functools.cached_property
     def _tracer(self) -> Tracer | None:

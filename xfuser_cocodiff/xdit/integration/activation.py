@@ -24,7 +24,7 @@ from xfuser_cocodiff.xdit.attention import (
     usp,
     zero_padding,
 )
-from xfuser_cocodiff.xdit.integration import flags, option_errors, ray_workers
+from xfuser_cocodiff.xdit.integration import flags
 from xfuser_cocodiff.xdit.patching import host, log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
@@ -77,7 +77,6 @@ def uninstall() -> None:
             session.active().close()
             session.deactivate()
         _tracker.close()
-        option_errors.uninstall()
         log.close()
         _installed.uninstall()
         _installed = _tracker = None
@@ -132,7 +131,6 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *(platform.patches(machine) if machine else []),
         *(_of_feature("attention kernels with a log-sum-exp", attention_kernels.patches()) if has_kernels else []),
         *flags.patches(_activate_for_config),
-        *_of_feature("the rank of Ray workers in logs and records", ray_workers.patches()),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *startup.patches(activate),

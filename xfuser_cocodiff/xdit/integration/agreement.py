@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from xfuser_cocodiff.xdit.integration import option_errors
-from xfuser_cocodiff.xdit.integration.option_errors import OptionError
 from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION
 
 TIMEOUT = timedelta(minutes=10)
@@ -81,7 +79,7 @@ def raise_on_all_ranks(message: str) -> NoReturn:
     The store may live in a rank that exits, and a launcher may end all ranks when one exits.
 
     Raises:
-        OptionError: always.
+        ValueError: always.
     """
     if dist.is_initialized():
         # A faster rank may exit and take the store with it: by then everything has been read.
@@ -90,8 +88,7 @@ def raise_on_all_ranks(message: str) -> NoReturn:
             key = _round_key(_count_rounds(store, 0))
             store.set(f"{key}/read/{dist.get_rank()}", "")
             store.wait([f"{key}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
-    option_errors.install()
-    raise OptionError(message)
+    raise ValueError(message)
 
 
 def by_rank(values: Sequence[Any]) -> str:
@@ -109,7 +106,7 @@ def _gather(report: dict, timeout: timedelta) -> list[dict]:
     """Return the reports of a round.
 
     Raises:
-        OptionError: a rank reported an error, or the ranks reported different things.
+        ValueError: a rank reported an error, or the ranks reported different things.
         MissingReportError: a rank did not report.
     """
     reports = _exchange_reports(report, timeout) if dist.is_initialized() else [report]

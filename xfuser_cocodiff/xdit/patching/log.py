@@ -3,6 +3,8 @@
 import logging
 import os
 
+import torch.distributed as dist
+
 from xfuser_cocodiff.xdit.settings.variables import LOG_LEVEL_VARIABLE, LOG_LEVELS
 
 _logger = logging.getLogger("xfuser_cocodiff")
@@ -60,6 +62,11 @@ def close() -> None:
     _logged.clear()
 
 
+def rank() -> int:
+    """Return the rank of this process: torch.distributed's, or the launcher's until that is initialized."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
+
+
 def _log_once(level: int, message: str) -> None:
     if message not in _logged:
         _logged.add(message)
@@ -67,7 +74,7 @@ def _log_once(level: int, message: str) -> None:
 
 
 def _log(level: int, message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         _configure()
         _logger.log(level, "cocodiff: %s", message)
 
