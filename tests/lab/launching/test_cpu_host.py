@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from tests import ranks
 from xfuser_cocodiff.lab.launching import cpu_host
 from xfuser_cocodiff.lab.launching.cpu_host import HostEvent
 
@@ -60,3 +61,23 @@ def test_peak_memory_follows_an_allocation() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 60 << 20
+
+
+def attend_in_a_ring(rank: int) -> None:
+    """Check xDiT's long-context attention in a ring of two ranks against attention over the whole sequence."""
+    from tests.xdit.attention.test_ring import start
+
+    start(rank, {}, world=2, ring=2)
+    from xfuser.core.long_ctx_attention import xFuserLongContextAttention
+
+    tensors = [torch.randn(2, 10, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    parts = [tensor.chunk(2, 1)[rank] for tensor in tensors]
+    found = xFuserLongContextAttention()(None, *parts, softmax_scale=0.3)
+    by_heads = (tensor.transpose(1, 2) for tensor in tensors)
+    expected = torch.nn.functional.scaled_dot_product_attention(*by_heads, scale=0.3).transpose(1, 2)
+    assert torch.allclose(found, expected.chunk(2, 1)[rank], atol=1e-5)
+
+
+def test_long_context_attention_runs_in_a_ring() -> None:
+    """Its blocks are merged by their log-sum-exp, which yunchang's PyTorch attention does not return."""
+    ranks.run(attend_in_a_ring, 2)

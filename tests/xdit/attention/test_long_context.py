@@ -14,7 +14,6 @@ from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.launching import bare_runtime
-from xfuser_cocodiff.xdit.platforms import long_context
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
@@ -148,15 +147,3 @@ def attend_with_padding(rank: int, joint: str) -> None:
 @pytest.mark.parametrize("joint", ["none", slow("rear")])
 def test_padded_heads_equal_attention(joint: str) -> None:
     ranks.run(attend_with_padding, 3, joint)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_log_sum_exp_is_that_of_pytorch(causal: bool) -> None:
-    """Rings merge blocks by log-sum-exp; PyTorch's kernel also returns it."""
-    query, key = (heads(torch.randn(2, TOKENS, WIDTH)) for _ in range(2))
-    by_heads = [tensor.transpose(1, 2) for tensor in (query, key, key)]
-    scale = 0.3  # not the default of this head dim
-    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    _, expected = flash_attention(*by_heads, is_causal=causal, scale=scale)
-    found = long_context._log_sum_exp(query, key, scale, causal)
-    assert torch.allclose(found, expected.reshape(found.shape), atol=1e-4)

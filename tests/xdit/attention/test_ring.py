@@ -18,6 +18,7 @@ from tests.xdit.test_pipelines import MODELS, SIZE, Run, used_axes
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.launching import cpu_host
 from xfuser_cocodiff.xdit.attention import attention_kernels
 from xfuser_cocodiff.xdit.session.session import active, all_reduce
 
@@ -88,7 +89,10 @@ def test_attention_in_a_ring_equals_stock(placement: str) -> None:
 
 def attend_with_computed_lse(rank: int, placement: str) -> tuple[list[int], list[int]]:
     """Check USP as on an XPU without flash attention."""
-    attention_kernels.kernel_for = lambda device_type: attention_kernels.sdpa_with_lse
+    from xfuser.model_executor.layers import usp
+
+    computed = usp.concat_joint_tensors_decorator(attention_kernels.sdpa_with_lse)
+    usp._get_attention_function = lambda backend=None: computed
     return attend(rank, placement)
 
 
@@ -111,7 +115,7 @@ def test_computed_lse_equals_flash_attention(
         given = given < 0.7 if mask is torch.bool else given.to(dtype)
     options = {"attn_mask": given}
     output, found = attention_kernels.sdpa_with_lse(query, key, value, 0.0, False, options)
-    other, expected = attention_kernels.flash_attention(query, key, value, 0.0, False, options)
+    other, expected = cpu_host.flash_attention(query, key, value, 0.0, False, options)
     tolerance, lse_tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-2, 1e-3)
     assert torch.allclose(output.float(), other.float(), atol=tolerance)
     assert torch.allclose(found, expected, atol=lse_tolerance)
@@ -123,12 +127,10 @@ def test_computed_lse_equals_flash_attention(
     assert torch.allclose(found.double(), scores.logsumexp(-1), atol=1e-5)
 
 
-def test_kernel_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention_kernels.kernel_for("cpu") is attention_kernels.flash_attention
-    assert attention_kernels.kernel_for("emulated") is None  # whose kernels are those of GPUs, with LSE
+def test_xpus_use_the_flash_attention_of_a_pytorch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_flash, expected in ((False, attention_kernels.sdpa_with_lse), (True, None)):
         monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
-        assert attention_kernels.kernel_for("xpu") is expected
+        assert attention_kernels.xpu_kernel() is expected
 
 
 def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:

@@ -1,6 +1,7 @@
 """xDiT on a machine without an accelerator, for the demo, tests and continuous integration.
 
-The CPU takes the place of CUDA: its clock and memory behind torch.cuda, PipeFusion over gloo, Ray with virtual GPUs.
+The CPU takes the place of CUDA: its clock and memory behind torch.cuda, its attention, PipeFusion over gloo, Ray with
+virtual GPUs.
 `xfuser_cocodiff.install` is the only place that loads this file, and does so where PyTorch finds no accelerator.
 """
 
@@ -32,6 +33,10 @@ _GIVEN_BY = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
 _MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCoordinator"
 _NATIVE_PIPEFUSION = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
 """Symbol of an xDiT whose stages communicate over gloo without patches; the series in patches/ adds it."""
+_LONG_CONTEXT = "xfuser.core.long_ctx_attention"
+_RING = f"{_LONG_CONTEXT}.ring.ring_flash_attn"
+_NATIVE_LONG_CONTEXT = (_RING, "runnable_attn_type")
+"""Symbol of an xDiT whose long-context attention runs without CUDA; the series in patches/ adds it."""
 _MAX_IN_FLIGHT = 64
 """Maximum number of PipeFusion's sends in flight, more than a stage needs to be ahead of the next one."""
 
@@ -65,7 +70,18 @@ def host() -> Host:
 
 def patches() -> list[Patch]:
     """Return the patches with which xDiT runs on CPUs."""
-    return [*platform.patches(host()), *attention_kernels.patches(), *_for_pipefusion(), *_for_ray()]
+    cpu, envs = host(), functools.partial(Patch, "xfuser.envs", unless_present=platform.NATIVE_SUPPORT)
+    return [
+        envs("_is_cuda", "a CUDA build runs on a machine without a GPU", platform.never),
+        envs("_is_hip", "a ROCm build runs on a machine without a GPU", platform.never),
+        *platform.for_environment(cpu),
+        *platform.for_groups(),
+        *platform.for_scripts(cpu),
+        *attention_kernels.patches(flash_attention),
+        *_for_long_context(),
+        *_for_pipefusion(),
+        *_for_ray(),
+    ]
 
 
 def _constant(call: Callable) -> Callable:
@@ -130,6 +146,93 @@ def _linux_status() -> dict[str, int]:
         return {}
     pairs = (line.split(":", 1) for line in lines if line.endswith("kB"))
     return {key: int(value.split()[0]) * 1024 for key, value in pairs}
+
+
+# Attention: that of PyTorch in the place of flash-attn.
+
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attention_kwargs: dict | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute O and its LSE on a CPU, as :func:`attention_kernels.sdpa_with_lse`; O is bit-identical to that of
+    `scaled_dot_product_attention`."""
+    mask = attention_kernels.added_mask(attention_kwargs, query.dtype)
+    return _flash_attention(query, key, value, dropout_p, is_causal, attn_mask=mask)
+
+
+def _for_long_context() -> list[Patch]:
+    """Return the patches with which xDiT's long-context attention (StepVideo, Sana) can be imported and run."""
+    add = functools.partial(Patch, unless_present=_NATIVE_LONG_CONTEXT)
+    return [
+        add("xfuser.envs", "_is_npu", "modules import yunchang with CUDA or an NPU only", _importing_yunchang),
+        add(_RING, "select_flash_attn_impl", "flash-attn needs CUDA", _with_torch_attention),
+        add(
+            "xfuser.model_executor.layers.attention_processor",
+            "AttnType",
+            "Sana asks yunchang for a type that has been renamed",
+            _with_torch_type,
+        ),
+    ]
+
+
+def _importing_yunchang(original: Callable) -> Callable:
+    """Return a check for NPUs that is true while the modules of long-context attention are executed."""
+
+    @functools.wraps(original)
+    def _is_npu() -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code.co_name != "<module>" or not caller.f_globals["__name__"].startswith(_LONG_CONTEXT):
+            return original()
+        from yunchang.ring import utils
+
+        if not hasattr(utils, "update_npu_out"):  # yunchang 0.6.4 has none, and only NPUs would call it
+            utils.update_npu_out = None
+        return True
+
+    return _is_npu
+
+
+def _with_torch_attention(select: Callable) -> Callable:
+    """Return yunchang's choice of attention, with PyTorch's in the place of flash-attn, the default."""
+
+    @functools.wraps(select)
+    def select_flash_attn_impl(impl_type: Any, *args: Any, **kwargs: Any) -> Callable:
+        from yunchang.kernels import AttnType
+
+        is_served = impl_type in (AttnType.FA, AttnType.TORCH_MATH)
+        return _long_context_attention if is_served else select(impl_type, *args, **kwargs)
+
+    return select_flash_attn_impl
+
+
+def _long_context_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute O, shape (B, S, H, D) as Q, K and V, and its LSE, by which a ring merges blocks; yunchang's has none."""
+    by_heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    output, lse = _flash_attention(*by_heads, dropout_p, causal, scale=softmax_scale)
+    return output.transpose(1, 2), lse
+
+
+def _with_torch_type(types: Any) -> Any:
+    """Add the old name of PyTorch's attention to yunchang's types."""
+    if not hasattr(types, "TORCH"):
+        types.TORCH = types.TORCH_MATH
+    return types
 
 
 # PipeFusion over gloo, whose sends differ from NCCL's: a send that nothing references is dropped, and waiting for one

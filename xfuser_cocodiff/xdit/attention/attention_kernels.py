@@ -1,9 +1,6 @@
-"""Attention kernels that return the log-sum-exp (LSE) on CPUs and XPUs, for ring attention.
+"""Attention kernel that returns the log-sum-exp (LSE) on XPUs, for ring attention, which merges blocks by it.
 
-Ring attention merges blocks by their LSE, which xDiT's kernels return on other devices only. PyTorch's flash attention
-for CPUs returns it, and is bit-identical to `scaled_dot_product_attention`. Newer versions of PyTorch have flash
-attention for XPUs; otherwise the LSE is computed beside `scaled_dot_product_attention`. The kernels serve xDiT's
-backend SDPA_FLASH.
+It serves xDiT's backend SDPA_FLASH. Newer versions of PyTorch have flash attention for XPUs and need no such kernel.
 """
 
 import functools
@@ -14,44 +11,33 @@ import torch
 
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
-DEVICES = ("cpu", "xpu")
 MAX_SCORES = 2**26
 """Most attention scores, in float32, in memory at once."""
 
 
-def patches() -> list[Patch]:
-    """Return the patches for these devices."""
-    return [
-        Patch(
-            "xfuser.model_executor.layers.usp",
-            "_get_attention_function",
-            "SDPA_FLASH has no kernel for CPUs, nor for XPUs in every PyTorch",
-            _with_kernels,
-            ("backend",),
-        ),
-        Patch(
-            "xfuser.core.distributed.runtime_state",
-            "RuntimeState._select_attention_backend",
-            "it selects cuDNN with a CUDA build of PyTorch, and SDPA without LSE in a ring",
-            _select_with_lse,
-            ("self", "engine_config"),
-        ),
-    ]
+def patches(kernel: Callable | None) -> list[Patch]:
+    """Return the patches for a device on which xDiT has no kernel of SDPA_FLASH.
+
+    Args:
+        kernel: the kernel; None where xDiT's own works.
+    """
+    usp, state = "xfuser.model_executor.layers.usp", "xfuser.core.distributed.runtime_state"
+    why = "it selects cuDNN with a CUDA build of PyTorch, and SDPA without LSE in a ring"
+    select = Patch(state, "RuntimeState._select_attention_backend", why, _select_with_lse, ("self", "engine_config"))
+    if kernel is None:
+        return [select]
+    with_kernel = functools.partial(_with_kernel, kernel)
+    return [select, Patch(usp, "_get_attention_function", "SDPA_FLASH has no kernel", with_kernel, ("backend",))]
 
 
-def kernel_for(device_type: str) -> Callable | None:
-    """Return the kernel of SDPA_FLASH on a device; None if xDiT's own supports the device."""
-    if device_type not in DEVICES:
-        return None
-    if device_type == "cpu":
-        return flash_attention
-    dispatch_key = "aten::_scaled_dot_product_flash_attention", device_type.upper()
-    return None if torch._C._dispatch_has_kernel_for_dispatch_key(*dispatch_key) else sdpa_with_lse
+def xpu_kernel() -> Callable | None:
+    """Return the kernel of SDPA_FLASH on XPUs; None if PyTorch has flash attention for them."""
+    has_flash = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_dot_product_flash_attention", "XPU")
+    return None if has_flash else sdpa_with_lse
 
 
-def flash_attention(
+def sdpa_with_lse(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -59,7 +45,7 @@ def flash_attention(
     is_causal: bool,
     attention_kwargs: dict | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute flash attention on a CPU, with the signature of xDiT's backends.
+    """Compute attention on any device, with the signature of xDiT's backends; scores are computed twice.
 
     Args:
         query: shape (B, H, S, D).
@@ -71,34 +57,18 @@ def flash_attention(
 
     Returns:
         O, shape (B, H, S, D), and its LSE, shape (B, H, S), float32.
-    """
-    mask = _added_mask(attention_kwargs, query.dtype)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=mask
-    )
-
-
-def sdpa_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    attention_kwargs: dict | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention on any device, as :func:`flash_attention`; scores are computed twice.
 
     Raises:
         ValueError: attention is causal, which no diffusion transformer uses.
     """
     if is_causal:
         raise ValueError("causal ring attention is not supported on this device; use --ring_degree 1")
-    mask = _added_mask(attention_kwargs, query.dtype)
+    mask = added_mask(attention_kwargs, query.dtype)
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
     return output, _log_sum_exp(query, key, mask)
 
 
-def _added_mask(attention_kwargs: dict | None, dtype: torch.dtype) -> torch.Tensor | None:
+def added_mask(attention_kwargs: dict | None, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the mask as values to add to scores; None without one. Kernels do not support boolean masks."""
     mask = (attention_kwargs or {}).get("attn_mask")
     if mask is None or mask.dtype != torch.bool:
@@ -122,11 +92,11 @@ def _log_sum_exp(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | No
     return lse
 
 
-def _with_kernels(original: Callable) -> Callable:
+def _with_kernel(kernel: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
     def _get_attention_function(backend: Any = None) -> Callable:
-        kernel = kernel_for(compute_device().type) if host.backend_name(backend) == "SDPA_FLASH" else None
-        return host.usp().concat_joint_tensors_decorator(kernel) if kernel else original(backend=backend)
+        is_served = host.backend_name(backend) == "SDPA_FLASH"
+        return host.usp().concat_joint_tensors_decorator(kernel) if is_served else original(backend=backend)
 
     return _get_attention_function
 

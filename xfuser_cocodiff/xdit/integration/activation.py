@@ -119,7 +119,8 @@ def run(steps: int | None) -> run_tracker.Sampling:
 def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     """Return all patches for this machine."""
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
-    has_kernels = machine and machine.device_type in attention_kernels.DEVICES
+    is_xpu = machine is not None and machine.device_type == "xpu"
+    kernels = attention_kernels.patches(attention_kernels.xpu_kernel()) if is_xpu else []
     in_steps = [
         *all_to_all.patches(),
         *usp.patches(),
@@ -129,7 +130,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     ]
     return [
         *(platform.patches(machine) if machine else []),
-        *(_of_feature("attention kernels with a log-sum-exp", attention_kernels.patches()) if has_kernels else []),
+        *_of_feature("attention kernels with a log-sum-exp", kernels),
         *flags.patches(_activate_for_config),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),

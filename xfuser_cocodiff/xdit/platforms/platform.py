@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import local_device, long_context
+from xfuser_cocodiff.xdit.platforms import local_device
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
-_NATIVE_SUPPORT = ("xfuser.envs", "supports_usp")
+NATIVE_SUPPORT = ("xfuser.envs", "supports_usp")
 """Symbol of an xDiT that runs on CPU and XPU without patches; the series in patches/ adds it."""
 
 
@@ -185,25 +185,21 @@ def _always(replacement: Any) -> Callable[[Any], Any]:
 def patches(platform: Platform) -> list[Patch]:
     """Return the patches with which xDiT runs on a platform."""
     if platform.device_type == "cuda":
-        return [*_sharing(platform), *_for_scripts(platform)]
-    return [
-        *_for_environment(platform),
-        *(_for_device(platform) if platform.device_type != "cpu" else ()),
-        *_for_groups(),
-        *long_context.patches(),
-        *_for_scripts(platform),
-    ]
+        return [*_sharing(platform), *for_scripts(platform)]
+    return [*for_environment(platform), *_for_device(platform), *for_groups(), *for_scripts(platform)]
 
 
-_add = functools.partial(Patch, unless_present=_NATIVE_SUPPORT)
+_add = functools.partial(Patch, unless_present=NATIVE_SUPPORT)
 
 
-def _for_environment(platform: Platform) -> list[Patch]:
+def never(original: Callable) -> Callable:
+    """Return a function that returns False."""
+    return lambda *_: False
+
+
+def for_environment(platform: Platform) -> list[Patch]:
     """Return the patches of xfuser.envs: right after its import, before other modules copy its symbols."""
-    never = lambda original: lambda *_: False  # noqa: E731
     return [
-        _add("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
-        _add("xfuser.envs", "_is_hip", "a ROCm build runs on a machine without a GPU", never),
         _add("xfuser.envs", "get_device", "knows no XPU", lambda _: platform.device, ("local_rank",)),
         _add("xfuser.envs", "get_device_name", "knows no XPU", lambda _: lambda: platform.device_type),
         _add("xfuser.envs", "get_device_version", "raises without an accelerator", lambda _: lambda: None),
@@ -234,7 +230,7 @@ def _for_device(platform: Platform) -> list[Patch]:
     ]
 
 
-def _for_groups() -> list[Patch]:
+def for_groups() -> list[Patch]:
     """Return the patches of process groups."""
     return [
         _add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
@@ -245,7 +241,7 @@ def _for_groups() -> list[Patch]:
     ]
 
 
-def _for_scripts(platform: Platform) -> list[Patch]:
+def for_scripts(platform: Platform) -> list[Patch]:
     """Return the patches of diffusers and PyTorch for scripts that name CUDA, also where xDiT supports the device."""
     return [
         Patch(
