@@ -187,7 +187,7 @@ class Recorder:
         schedule, total = session.runtime.schedule, assumed_change.STEPS
         coded = [step for step in range(total) if not schedule.is_keyframe_step(step)]
         bits = assumed_change.bits_of(schedule, total)
-        session.runs.begin(total)
+        session.begin_run(total)
         session.runtime.fixed_bits = bits  # recorded values have no errors to choose by
         for step in range(max(_WARMUP_STEPS, coded[0] + 2)):
             self._step(session, step)
@@ -204,7 +204,7 @@ class Recorder:
             recording.programs[name] = programs[steps[0]]
             recording.weights[name] = sum(share[step] for step in steps) / sum(share.values()) * len(coded) / total
             self._record_alternatives(recording, session, name, partial(self._step, session, steps[0]))
-        session.runs.begin(total)
+        session.begin_run(total)
         recording.programs[KEYFRAME] = self._step(session, 0)
         recording.weights[KEYFRAME] = 1 - len(coded) / total
         return recording
@@ -237,7 +237,7 @@ class Recorder:
         with torch.inference_mode(), name_by_label(self._device):
             self._transformer.call(self._cell.resolution, self._cell.batch)
         if session is not None:
-            session.runs.end_step()
+            session.end_step()
         return self._device.end_step()
 
     def _new_session(self, variant: Variant) -> Session:

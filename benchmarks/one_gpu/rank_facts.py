@@ -111,7 +111,7 @@ def compiled(setting: Setting) -> Iterator[Row]:
     expected = None
     for name, session in sessions.items():
         torch._dynamo.utils.counters.clear()
-        session.runs.begin(MAX_TUNED_STEPS)  # schedules are tuned in runs only
+        session.begin_run(MAX_TUNED_STEPS)  # schedules are tuned in runs only
         for _ in range(MAX_TUNED_STEPS):
             output = _output(step, session, 0.5)
             if session.is_tuned:
@@ -144,7 +144,7 @@ def _compared(step: Step, sessions: dict[str, Session], total: int, steps: int) 
         outputs = {}
         for name, session in sessions.items():
             if number == 0:
-                session.runs.begin(total)
+                session.begin_run(total)
             if session.runtime:
                 session.runtime.clock.step = number
             outputs[name] = _output(step, session, number / total)
@@ -169,7 +169,7 @@ def _output(step: Step, session: Session, position: float) -> torch.Tensor:
     """Return the output of a step with a session, at a position of its run."""
     bare_runtime.use_session(session)
     output = step(position)
-    session.runs.end_step()
+    session.end_step()
     return output
 
 

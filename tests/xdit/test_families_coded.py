@@ -106,13 +106,13 @@ class Coding:
         use(self.small, DEGREE, **options)
         session = active()
         self.runtime = session.runtime
-        session.runs.begin(STEPS)
+        session.begin_run(STEPS)
         self.gathered, gathered = set(), UlyssesAttention._gathered
         noting = lambda call, tensors, partition, label, codecs: (  # noqa: E731
             self.gathered.add(label.layer) or gathered(call, tensors, partition, label, codecs)
         )
         with mock.patch.object(UlyssesAttention, "_gathered", noting):
-            return self.small.denoise(STEPS, session.runs.end_step)
+            return self.small.denoise(STEPS, session.end_step)
 
     def run_bits(self) -> "list[BitsRun]":
         """Return the runs with :data:`BITS` per value, by exchange."""

@@ -114,11 +114,11 @@ class TwoLayers:
             return gathered(call, tensors, partition, label, *codecs)
 
         with mock.patch.object(UlyssesAttention, "_gathered", noting):
-            session.runs.begin(STEPS)
+            session.begin_run(STEPS)
             for number in range(STEPS):
                 hidden_states = self._given["hidden_states"] * (1 + 0.2 * number)
                 results.append(self.transformer(**self._given | {"hidden_states": hidden_states})[0])
-                session.runs.end_step()
+                session.end_step()
         return results
 
     def coded(self, session: Session) -> tuple[list[torch.Tensor], list[tuple]]:

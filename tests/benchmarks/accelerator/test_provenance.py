@@ -174,7 +174,7 @@ def _statuses(name: str, device: torch.device) -> list[str]:
     with mock.patch.dict(transformer.INPUTS, {name: filled_inputs}):
         for _ in range(STEPS):
             full.call(*size)
-            session.runs.end_step()
+            session.end_step()
     report = session.layers.signatures.report()
     return sorted(f"{layer}: {status}" for layer, each in report.items() for status in each)
 

@@ -113,7 +113,7 @@ def on_two_nodes(cell: Cell, split: UlyssesRingSplit) -> Iterator[tuple[Allocate
             emulator.begin_step()
             for _ in range(transformer.workload.calls):
                 transformer.call(cell.resolution)
-            session.runs.end_step()
+            session.end_step()
             emulator.end_step()
 
         yield allocated, step
@@ -149,10 +149,10 @@ def coded_run(rank: int, cell: Cell, split: UlyssesRingSplit, capacity: float) -
             session = modes.new_session(MODE, cell.profile, split, device_type.DEVICE_TYPE)
         session.runtime.reporter.info = session.runtime.reporter.warn = lines.append
         with recording._in_use(session):
-            session.runs.begin(assumed_change.STEPS)
+            session.begin_run(assumed_change.STEPS)
             for _ in range(STEPS):
                 step(session)
-            session.runs.end()
+            session.end_run()
             line = next(line for line in lines if "memory budget" in line)
             return CodedRun(allocated.peak, allocated.sweep() - before, session.runtime.store.budget, line)
 

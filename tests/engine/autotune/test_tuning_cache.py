@@ -103,11 +103,11 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     with mock.patch.object(link_probe, "Probe", side_effect=link_probe.Probe) as probed:
         session = starting.create_session(group, config)
     bare_runtime.use_session(session)
-    session.runs.begin(50)
+    session.begin_run(50)
     steps = 0
     while not (steps > 2 and session.is_tuned):
         result = step()
-        session.runs.end_step()
+        session.end_step()
         steps += 1
     assert torch.equal(result, expected) or mode != "exact"
     return sorted(str(signature.candidates.chosen) for signature in session.layers.signatures), steps, probed.call_count

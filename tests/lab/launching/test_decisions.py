@@ -18,9 +18,9 @@ def recorded(rank: int) -> list[dict]:
     found = []
     for options in ({}, {"plan": None, "profile": profile, "overlap": Overlap()}):
         session = use_config(group, config_of("balanced", **options))
-        session.runs.begin(4)
+        session.begin_run(4)
         step()
-        session.runs.end_step()
+        session.end_step()
         found.append(json.loads(json.dumps(decisions.of_run(session))))
         session.close()
     return found

@@ -63,11 +63,11 @@ class Run:
                 stack.enter_context(patch)
             expected = self._step()
             session = use_config(self._group, config, cache)
-            session.runs.begin(STEPS)
+            session.begin_run(STEPS)
             results = []
             for _ in range(STEPS):
                 results.append(self._step())
-                session.runs.end_step()
+                session.end_step()
         return session, all(torch.equal(result, expected) for result in results)
 
 

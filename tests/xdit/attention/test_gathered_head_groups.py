@@ -56,7 +56,7 @@ def switch(rank: int) -> list[tuple[float, set[int], bool]]:
     signature.candidates = ScheduleCandidates([schedule, schedule._replace(groups=2)])
     signature.is_same[2, False] = True
     session.schedule_tuner = None
-    session.runs.begin(6)
+    session.begin_run(6)
     for step, candidate in enumerate([0, 0, 1, 1, 0, 0]):
         signature.candidates.candidate = candidate
         with torch.no_grad():
@@ -64,7 +64,7 @@ def switch(rank: int) -> list[tuple[float, set[int], bool]]:
         exact = run.attention_of(run.inputs[0] * (1 + 0.1 * step))
         is_timed, counts = signature.candidates.is_representative, counts_of(session)
         signature.candidates.end_step()
-        session.runs.end_step()
+        session.end_step()
         found.append(((output - exact).abs().max().item(), counts, is_timed))
     return found
 
@@ -82,7 +82,7 @@ def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
     run = Run(rank, Case(topology="node=2"))
     session, found = run.session("balanced", None, schedule="bits=8"), []
     session.schedule_tuner = None
-    session.runs.begin(6)
+    session.begin_run(6)
     for step in range(6):
         signatures = session.layers.signatures
         if step == 2:
@@ -100,7 +100,7 @@ def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
         if step == 5:
             states = [state for (_, branch), state in session.runtime.store.states.items() if branch]
             differences = {each.sent.is_difference for state in states for each in state.link_states.values()}
-        session.runs.end_step()
+        session.end_step()
     return found, differences
 
 

@@ -204,10 +204,10 @@ class Run:
         )
         log = mock.patch.object(eager_attention, "info_once", self.lines.append)
         with mock.patch.object(UlyssesAttention, "_gathered", noting), log:
-            session.runs.begin(STEPS)
+            session.begin_run(STEPS)
             for shard in self.shards:
                 outputs.append(self.transformer(shard))
-                session.runs.end_step()
+                session.end_step()
         return outputs
 
     def error(self, outputs: list[torch.Tensor]) -> float:

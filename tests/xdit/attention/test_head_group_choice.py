@@ -38,7 +38,7 @@ class Run:
         """Return a session, and run with it from now on."""
         config = CocoDiffConfig(topology=LINKS.topology, **self._options)
         session = use_config(self.group, config, cache or TuningCache({}, LINKS))
-        session.runs.begin(50)
+        session.begin_run(50)
         return session
 
     def steps(self, session: Session, number: int) -> list[list[int]]:
@@ -51,7 +51,7 @@ class Run:
                 self._clock.now += self._seconds[max([each.groups for each in schedules], default=1)]
                 result = self.step()
                 assert session.runtime or torch.equal(result, self.expected)
-                session.runs.end_step()
+                session.end_step()
         return found
 
 

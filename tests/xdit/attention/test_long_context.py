@@ -81,12 +81,12 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
             signature.candidates.schedule.v_first for signature in session.layers.signatures if signature.candidates
         } == {v_first}
     session = use_config(group, config_of("balanced", schedule="bits=4"))
-    session.runs.begin(STEPS)
+    session.begin_run(STEPS)
     errors = []
     for number in range(STEPS):
         found = step(number)
         errors.append(((found - expected[number]).norm() / expected[number].norm()).item())
-        session.runs.end_step()
+        session.end_step()
     return {"errors": errors, "reports": session.runtime.reports}
 
 
@@ -134,14 +134,14 @@ def attend_with_padding(rank: int, joint: str) -> None:
         for v_first in (True, False):
             config = CocoDiffConfig(mode=mode, overlap=Overlap(v_first, 1), **flat)
             use_config(group, config)
-            active().runs.begin(STEPS)
+            active().begin_run(STEPS)
             for number in range(STEPS):
                 states = whole * (1 + 0.02 * number)
                 with torch.inference_mode():
                     found = transformer(states.chunk(3, 1)[rank], text)
                     expected = on_one_rank(states).chunk(3, 1)[rank]
                 assert torch.allclose(found, expected, atol=tolerance), (mode, v_first, number)
-                active().runs.end_step()
+                active().end_step()
 
 
 @pytest.mark.parametrize("joint", ["none", slow("rear")])

@@ -177,10 +177,10 @@ def step_with_schedule(rank: int, mode: str, schedule: tuple[bool, int, bool]) -
     plan = Plan.flat(Topology.flat(2)) if is_lossy else None  # by heads, so that O is sent too
     config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=slow_axes, plan=plan)
     session = use_config(group, config)
-    session.runs.begin(20)
+    session.begin_run(20)
     for _ in range(4):
         step()
-        session.runs.end_step()
+        session.end_step()
     for signature in session.layers.signatures:
         assert signature.candidates.schedules[-1].overlaps_mlp == signature.has_parallel_mlp
         signature.candidates = ScheduleCandidates([OverlapSchedule(*schedule)])
@@ -203,7 +203,7 @@ def step_with_schedule(rank: int, mode: str, schedule: tuple[bool, int, bool]) -
             ),
         ):
             found = step()
-        session.runs.end_step()
+        session.end_step()
         assert torch.equal(found, expected) if mode == "exact" else torch.allclose(found, expected, atol=0.5), number
     session.close()
     mlp = transformer.single_transformer_blocks[0].proj_mlp

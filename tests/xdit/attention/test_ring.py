@@ -236,10 +236,10 @@ def probe_links(rank: int, folder: str) -> tuple[str, int]:
     start(rank, ring_options("outer", cocodiff_mode="exact", cocodiff_cache=folder))
     session = active()
     mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
-    session.runs.begin(100)
+    session.begin_run(100)
     for _ in range(3):
         usp.USP(*mine)
-        session.runs.end_step()
+        session.end_step()
     return str(session.mesh.policy.choose(2**16)), len(times)
 
 

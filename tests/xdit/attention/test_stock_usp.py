@@ -100,10 +100,10 @@ class World:
         """Return the outputs of the steps of a run."""
         found = []
         if session.runtime:
-            session.runs.begin(STEPS)
+            session.begin_run(STEPS)
         for number in range(STEPS):
             found.append(self.transformer(self.hidden_states * (1 + 0.02 * number)))
-            session.runs.end_step()
+            session.end_step()
         return found
 
 

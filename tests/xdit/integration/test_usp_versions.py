@@ -139,11 +139,11 @@ def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     test_all_to_all.use("node=2", cocodiff_mode="fast")
     tensors = [test_all_to_all.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
     session = active()
-    session.runs.begin(3)
+    session.begin_run(3)
     found = []
     for _ in range(3):
         found.append(usp.USP(*tensors))
-        session.runs.end_step()
+        session.end_step()
     uses_plugin = bool(session.traffic.calls)
     bare_runtime.use_session(Session())
     stock = usp.USP(*tensors)

@@ -43,7 +43,7 @@ class Runs:
         self.sent.clear()
         self.gathered.clear()
         if declared:
-            self.session.runs.begin(STEPS)
+            self.session.begin_run(STEPS)
 
         def noting(call: UlyssesAttention, value: torch.Tensor) -> object:
             self.sent.append(call._layer)
@@ -55,7 +55,7 @@ class Runs:
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
                 results.append((transformer or self.transformer)(**given)[0])
                 if declared:
-                    self.session.runs.end_step()
+                    self.session.end_step()
         return results
 
     def failing(self, error: BaseException, after: int) -> contextlib.AbstractContextManager:
@@ -103,7 +103,7 @@ def calls_after_retry(rank: int) -> list[tuple[int, bool]]:
     """Return the counted calls of each signature, where one rank calls the model in an except block."""
     runs = Runs(rank, "exact")
     runs.run(declared=True)
-    runs.session.runs.begin(STEPS)
+    runs.session.begin_run(STEPS)
     try:
         if rank == 0:
             raise MemoryError

@@ -74,10 +74,10 @@ class Service:
 
         results = []
         with counting, mock.patch.object(ulysses.UlyssesAttention, "run", counted):
-            self.session.runs.begin(STEPS)
+            self.session.begin_run(STEPS)
             for _ in range(STEPS):
                 results.append(self._step(length))
-                self.session.runs.end_step()
+                self.session.end_step()
         self.session.all_reduce = all_reduce
         is_equal = all(torch.equal(result, expected) for result in results)
         return Cost(len(collectives), len(projections) - of_stock, is_equal, groups)

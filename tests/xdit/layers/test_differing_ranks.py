@@ -65,11 +65,11 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
 
 def run(session: Session, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     """Run the steps of a declared run."""
-    session.runs.begin(4)
+    session.begin_run(4)
     results = []
     for _ in range(4):
         results.append(step())
-        session.runs.end_step()
+        session.end_step()
     return results
 
 

@@ -19,7 +19,8 @@ from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session import batched_branches as batched_branches_module
 from xfuser_cocodiff.xdit.session import runs
-from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES, Runs
+from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES
+from xfuser_cocodiff.xdit.session.session import Session
 
 TIMES = (1.0, 0.75, 0.5, 0.25)
 
@@ -32,13 +33,13 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return warnings
 
 
-class FakeSession:
-    """The part of a session that runs need, with transformers of one layer, whose reference is a request number."""
+class FakeSession(Session):
+    """A session with transformers of one layer, whose reference is a request number."""
 
-    def __init__(self, all_agree: Callable[[object], bool] = lambda value: True) -> None:
-        self.runtime = runtime()
+    def __init__(self, all_agree: Callable[[object], bool] = lambda value: True, **of_runtime: str) -> None:
+        self.all_agree = all_agree
+        super().__init__(runtime=runtime(**of_runtime))
         self.roots: list[RootModule] = []
-        self.runs = Runs(lambda: self.runtime, self._reset_branches, all_agree)
 
     def _reset_branches(self) -> None:
         for root in self.roots:
@@ -102,10 +103,10 @@ def test_an_undeclared_loop_after_a_pipeline_warns(warned: list[str]) -> None:
     session = FakeSession()
     model, text = session.transformer(), prompt()
     for _ in range(3):
-        session.runs.begin(3)
+        session.begin_run(3)
         for _ in range(3):
             model(1, timestep=1.0, encoder_hidden_states=text)
-            session.runs.end_step()
+            session.end_step()
     assert warned == []
     for _ in range(4):
         assert not model(2, timestep=1.0, encoder_hidden_states=text)
@@ -121,11 +122,11 @@ def test_a_declared_run_depends_on_its_steps_only(total: int | None) -> None:
     session = FakeSession()
     model, text = session.transformer(), prompt()
     for request in range(2):
-        run = session.runs.begin(total)
+        run = session.begin_run(total)
         for number in range(4):
             assert model(request, timestep=0.5, encoder_hidden_states=text) == (number > 0)
-            session.runs.end_step(run)
-        session.runs.end(run)
+            session.end_step(run)
+        session.end_run(run)
         assert session.num_references == 0
 
 
@@ -133,32 +134,31 @@ def test_a_declared_run_depends_on_its_steps_only(total: int | None) -> None:
 def test_calls_after_a_loop_that_was_left_early_are_lossless(warned: list[str], is_left: bool) -> None:
     session = FakeSession()
     model, text = session.transformer(), prompt()
-    run = session.runs.begin(5, owner=object())
+    run = session.begin_run(5, owner=object())
     run.is_loop = True
     found = []
     for number in range(4):
         run.is_in_step = run.is_in_step or not (is_left and number > 1)  # as by the next item of the iterable
         found.append(model(0, timestep=0.5, encoder_hidden_states=text))
-        session.runs.end_step(run)
+        session.end_step(run)
     assert found == ([False, True, False, False] if is_left else [False, True, True, True])
     assert (session.runs.newest is None) == is_left
     if is_left:
         assert session.num_references == 0
-        session.runs.begin(5, owner=object()).is_loop = True
-        assert session.runs.begin(5, owner=object()) is session.runs.newest
+        session.begin_run(5, owner=object()).is_loop = True
+        assert session.begin_run(5, owner=object()) is session.runs.newest
         assert not model(1, timestep=0.5, encoder_hidden_states=text) and session.num_references == 1
     assert warned == []
 
 
 def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
-    session = FakeSession()
-    session.runtime = runtime(mode="paper", overrides="warmup=1,refresh=0,cached=0->0.5")
-    session.runs.begin(None)
+    session = FakeSession(mode="paper", overrides="warmup=1,refresh=0,cached=0->0.5")
+    session.begin_run(None)
     found = []
     for _ in range(70):
         codecs = session.runtime.layer_codecs(CodedCall("a", 1, 0, SIZES)).step.codecs["v"]
         found.append(codecs.token_fraction)
-        session.runs.end_step()
+        session.end_step()
     assert found[1] == pytest.approx(1 - 0.5 / 49)
     assert found[49] == found[69] == 0.5
 
@@ -167,11 +167,11 @@ def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
 def test_two_alternating_runs_are_lossless(warned: list[str], shared: bool) -> None:
     session = FakeSession()
     models = [session.transformer(), session.transformer()]
-    both, text = [session.runs.begin(6, owner=object()) for _ in models], prompt()
+    both, text = [session.begin_run(6, owner=object()) for _ in models], prompt()
     for _ in range(5):
         for request, run in enumerate(both):
             assert not models[request * (not shared)](request, timestep=0.5, encoder_hidden_states=text)
-            session.runs.end_step(run)
+            session.end_step(run)
     assert session.num_references == 0
     [message] = warned
     assert "several runs are open; finish one before the next" in message
@@ -180,15 +180,15 @@ def test_two_alternating_runs_are_lossless(warned: list[str], shared: bool) -> N
 def test_a_run_continues_with_a_keyframe_after_another_one_inside_of_it(warned: list[str]) -> None:
     session = FakeSession()
     model, text = session.transformer(), prompt()
-    outer = session.runs.begin(6, owner=object())
+    outer = session.begin_run(6, owner=object())
     for step in range(6):
         assert model(1, timestep=0.0, encoder_hidden_states=text) == (step not in (0, 3))
-        session.runs.end_step(outer)
+        session.end_step(outer)
         if step == 2:
-            inner = session.runs.begin(2, owner=object())
+            inner = session.begin_run(2, owner=object())
             for _ in range(2):
                 assert not model(2, timestep=0.0, encoder_hidden_states=text)
-                session.runs.end_step(inner)
+                session.end_step(inner)
             assert session.num_references == 0
     assert session.runs.newest is None and session.num_references == 0
 
@@ -197,17 +197,17 @@ def test_the_next_run_of_an_owner_ends_one_that_stopped_without_notice(warned: l
     session = FakeSession()
     model, text, owner = session.transformer(), prompt(), object()
     for request in range(2):
-        session.runs.begin(6, owner)
+        session.begin_run(6, owner)
         for step in range(3):
             assert model(request, timestep=0.0, encoder_hidden_states=text) == (step > 0)
-            session.runs.end_step()
+            session.end_step()
     assert warned == []
 
 
 def test_calls_without_ends_of_steps_do_not_fill_memory(warned: list[str]) -> None:
     session = FakeSession()
     model, text = session.transformer(), prompt()
-    session.runs.begin(50)
+    session.begin_run(50)
     for number in range(3 * MAX_BRANCHES):
         model(number, timestep=0.0, encoder_hidden_states=text)
         assert session.num_references <= MAX_BRANCHES
@@ -217,14 +217,14 @@ def test_calls_without_ends_of_steps_do_not_fill_memory(warned: list[str]) -> No
 
 def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
     session = FakeSession()
-    session.runs.begin(3)
+    session.begin_run(3)
     for _ in range(3):
         session.runtime.inactive_reason = "K is odd"
-        session.runs.end_step()
+        session.end_step()
     assert warned == ["compression inactive (mode 'balanced'): K is odd"]
-    session.runs.begin(3)
+    session.begin_run(3)
     for _ in range(3):
-        session.runs.end_step()
+        session.end_step()
     assert "no attention layer called xDiT's USP" in warned[-1] == warned[1]
 
 
@@ -253,15 +253,15 @@ def batched_branches(session: FakeSession, steps: Iterable[list[torch.Tensor]]) 
     root = RootModule(model, lambda: True, session.runs.before_call)
     session.roots.append(root)
     counts = []
-    session.runs.begin(8)
+    session.begin_run(8)
     for calls in steps:
         for latents in calls:
             session.runs.before_call(root, (), {"hidden_states": latents})
             session.runtime.layer_codecs(CodedCall("a", 1, root.calls, SIZES, batched_branches=root.batched_branches))
             root.calls += 1
             counts.append(root.batched_branches)
-        session.runs.end_step()
-    session.runs.end()
+        session.end_step()
+    session.end_run()
     return counts
 
 
@@ -286,9 +286,9 @@ def test_branches_are_not_counted_while_a_graph_is_captured(monkeypatch: pytest.
 
 def test_a_freed_transformer_tells_nothing_of_the_next_one() -> None:
     """The next one may have its id on some ranks, which would then take no part in the collective."""
-    session, asked = FakeSession(), []
-    session.runs = Runs(lambda: session.runtime, lambda: None, lambda value: asked.append(value) or True)
-    session.runs.begin(8)
+    asked: list[object] = []
+    session = FakeSession(lambda value: asked.append(value) or True)
+    session.begin_run(8)
     for _ in range(3):
         model = Denoiser()
         root = RootModule(model, lambda: True, session.runs.before_call)

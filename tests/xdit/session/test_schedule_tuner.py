@@ -306,14 +306,14 @@ def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) ->
     session = session_module.Session()
     session.schedule_tuner = SimpleNamespace(end_step=lambda: ended_steps.append(1), begin_run=lambda: None)
     monkeypatch.setattr(session_module, "active", lambda: session)
-    session.runs.begin(3)
-    session.runs.end_step()
+    session.begin_run(3)
+    session.end_step()
     monkeypatch.setattr(session_module, "is_captured", lambda: True)
-    session.runs.end_step()
+    session.end_step()
     assert ended_steps == [1]
     monkeypatch.setattr(session_module, "is_captured", lambda: False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    session.runs.end_step()
+    session.end_step()
     assert ended_steps == [1]
 
 
@@ -326,14 +326,14 @@ def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[s
     expected, clock = step(), FakeClock()
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V-First is worth its launch
     session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
-    session.runs.begin(20)
+    session.begin_run(20)
     with mock.patch.object(schedule_tuner, "time", clock):
         for _ in range(2 + len(ROUNDS)):
             signatures = list(session.layers.signatures)
             v_first = any(signature.candidates.schedule.v_first for signature in signatures if signature.candidates)
             clock.now += by_rank[rank][v_first]
             assert torch.equal(step(), expected)
-            session.runs.end_step()
+            session.end_step()
     return [str(signature.candidates.chosen) for signature in signatures], session._mean([float(rank), 2.0 * rank])
 
 
@@ -358,11 +358,11 @@ def num_timed_steps(rank: int) -> list[int]:
         topology=topology, mode="paper", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
     )
     session = use_config(group, config)
-    session.runs.begin(20)
+    session.begin_run(20)
     found = []
     for _ in range(9):
         step()
-        session.runs.end_step()
+        session.end_step()
         found.append(sum(map(len, session.schedule_tuner._seconds.values())))
     return found
 
@@ -382,14 +382,14 @@ def resume_after_unequal_steps(rank: int, num_steps: int) -> tuple[list[bool], b
     group, _, step = start(rank, depth=3)
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)
     session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
-    session.runs.begin(20)
+    session.begin_run(20)
     for _ in range(num_steps):
         step()
-        session.runs.end_step()
+        session.end_step()
     step()
     if rank == 0:
-        session.runs.end_step()
-    session.runs.begin(20)
+        session.end_step()
+    session.begin_run(20)
     same = []
     for _ in range(3 + len(ROUNDS)):
         same.append(
@@ -400,7 +400,7 @@ def resume_after_unequal_steps(rank: int, num_steps: int) -> tuple[list[bool], b
         if not same[-1]:
             break
         step()
-        session.runs.end_step()
+        session.end_step()
     return same, all(signature.candidates.chosen for signature in session.layers.signatures)
 
 

@@ -29,7 +29,7 @@ def run(rank: int, topology: str, plan: str | None, options: dict, corrupt_on: i
     )
     session = startup.create_session(group, config, values=ValueFormat())
     bare_runtime.use_session(session)
-    session.runs.begin(STEPS)
+    session.begin_run(STEPS)
     for number in range(STEPS):
         step()
         if number == 0 and rank == corrupt_on:
@@ -37,7 +37,7 @@ def run(rank: int, topology: str, plan: str | None, options: dict, corrupt_on: i
             with torch.inference_mode():  # one bit of one value
                 state.received._current[0].view(torch.uint8).view(-1)[0] ^= 1
         try:
-            session.runs.end_step()
+            session.end_step()
         except ReferenceCheckError as error:
             assert "along node, first in layer" in str(error), str(error)
             return number, str(error).partition("between ranks ")[2].partition(";")[0]

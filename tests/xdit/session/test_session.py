@@ -46,9 +46,9 @@ def run_side_by_side(rank: int) -> None:
             for session, results in zip(sessions, found, strict=True):
                 bare_runtime.use_session(session)
                 if index[0] == 0:
-                    session.runs.begin(STEPS)
+                    session.begin_run(STEPS)
                 results.append(step())
-                session.runs.end_step()
+                session.end_step()
         return found
 
     alone = []
@@ -118,10 +118,10 @@ def start_another_engine(rank: int) -> None:
 
     group, transformer, step = start(rank, depth=3)
     use_config(group, config_of("balanced"))
-    active().runs.begin(STEPS)
+    active().begin_run(STEPS)
     for _ in range(3):
         step()
-        active().runs.end_step()
+        active().end_step()
     before = active()
     assert before.runtime.store.nbytes > 0 and before.layers.signatures and before.traffic.calls
     config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()

@@ -38,7 +38,7 @@ def count_starts(rank: int) -> list[int]:
         )
         initialize(first)
         initialize(first)
-        active().runs.begin(1)
+        active().begin_run(1)
         step()
         initialize(first)
         initialize(other)
@@ -72,10 +72,10 @@ def start_lossless(rank: int) -> list[str]:
             traps.enter_context(mock.patch.object(kernels, name, side_effect=AssertionError(name)))
         config = CocoDiffConfig(topology=Topology.parse("2x1", 2), mode="exact")
         bare_runtime.use_session(startup.create_session(group, config, values=ValueFormat()))
-        active().runs.begin(3)
+        active().begin_run(3)
         for _ in range(3):
             step()
-            active().runs.end_step()
+            active().end_step()
     assert active().traffic.calls
     backends = ("kernels.triton_", "codec_check", "codec_probe", "compression.loopback")
     own = [name for name in sys.modules if name.startswith("xfuser_cocodiff.")]

@@ -62,13 +62,12 @@ class RunTracker:
         """
         for listener in self.listeners:  # before the session drops the state of the last run
             listener.begin_run(total)
-        return active().runs.begin(total, owner)
+        return active().begin_run(total, owner)
 
     def end_step(self, run: Run, latents: torch.Tensor | None = None) -> None:
         """End a step of a run; listeners observe those of the newest run only."""
-        runs = active().runs
-        is_newest = run is runs.newest
-        runs.end_step(run)
+        is_newest = run is active().runs.newest
+        active().end_step(run)
         if is_newest:
             for listener in self.listeners:
                 listener.end_step(latents)
@@ -80,7 +79,7 @@ class RunTracker:
             run: the run.
             is_complete: whether it is known that it was not aborted.
         """
-        active().runs.end(run, is_complete)
+        active().end_run(run, is_complete)
 
     def close(self) -> None:
         """Restore the `step` of all scheduler classes."""

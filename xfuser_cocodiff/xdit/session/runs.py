@@ -41,32 +41,26 @@ class Run:
     batched_branches: BatchedBranches = field(default_factory=BatchedBranches)
     """Branches in the batches of its calls."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its last step has ended."""
+        return self.step == self.total
+
 
 class Runs:
-    """The runs of a session. All ranks must call its methods in the same order.
+    """The open runs of a session, and which of them the codecs encode.
+
+    All ranks must call its methods in the same order.
 
     Args:
-        runtime: returns the runtime of the codecs; None where all communication is lossless.
-        reset_branches: counts the branches of all transformers from zero.
+        runtime: runtime of the codecs; None where all communication is lossless.
         all_agree: returns whether all ranks pass the same value; a collective.
-        on_begin: called when a run begins, and when it is the only one again.
-        on_step: called after each step of the only run.
     """
 
-    def __init__(
-        self,
-        runtime: Callable[[], CodecRuntime | None],
-        reset_branches: Callable[[], None],
-        all_agree: Callable[[object], bool] = lambda value: True,
-        on_begin: Callable[[], None] = lambda: None,
-        on_step: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._runtime, self._reset_branches, self._all_agree = runtime, reset_branches, all_agree
-        self._on_begin, self._on_step = on_begin, on_step
-        self._open: list[Run] = []
+    def __init__(self, runtime: CodecRuntime | None, all_agree: Callable[[object], bool]) -> None:
+        self._runtime, self._all_agree = runtime, all_agree
+        self.open: list[Run] = []
         """Open runs, oldest first."""
-        self._only: Run | None = None
-        """The open run if there is a single one, which the runtime encodes."""
         self._inactive_reason = _NO_RUN
         self._undeclared_calls = 0
         """Number of calls in a row outside of any run."""
@@ -74,75 +68,71 @@ class Runs:
     @property
     def newest(self) -> Run | None:
         """The open run that began last; None where all have ended."""
-        return self._open[-1] if self._open else None
+        return self.open[-1] if self.open else None
+
+    @property
+    def only(self) -> Run | None:
+        """The open run if there is a single one, which the runtime encodes; else None."""
+        return self.open[0] if len(self.open) == 1 else None
 
     def run_of(self, owner: Any) -> Run | None:
         """Return the open run whose steps an object ends; None where there is none."""
-        return next((run for run in self._open if run.owner is owner), None)
+        return next((run for run in self.open if run.owner is owner), None)
 
-    def begin(self, total: int | None = None, owner: Any = None) -> Run:
+    def begin(self, run: Run) -> bool:
         """Begin a run. The open run of the same owner ends, and that of a loop, which may have been left.
 
-        Args:
-            total: number of steps, if it is known.
-            owner: object that ends the steps.
+        Returns:
+            Whether it is the only one.
         """
-        self._open = [run for run in self._open if run.owner is not owner and not run.is_loop]
-        self._open.append(run := Run(total or None, owner))
-        self._encode_only_run()
-        return run
+        others = [other for other in self.open if other.owner is not run.owner and not other.is_loop]
+        return self._set_open([*others, run])
 
-    def end_step(self, run: Run | None = None) -> None:
-        """End a step of an open run, and the run if that was its last step.
+    def end_step(self, run: Run) -> bool:
+        """End a step of a run.
 
-        Args:
-            run: the newest when not given.
+        Returns:
+            Whether the run is the only one.
         """
-        run = run or self.newest
-        if run not in self._open:
-            return
         run.step, run.is_in_step = run.step + 1, not run.is_loop
-        self._reset_branches()
-        if run is self._only:
-            if runtime := self._runtime():
-                runtime.end_step()
-                if run.step == 2 and not runtime.has_coded_layers:
-                    self._warn_inactive(runtime)
-            self._on_step()
-        if run.step == run.total:
-            self.end(run, is_complete=True)
+        if run is not self.only:
+            return False
+        if self._runtime:
+            self._runtime.end_step()
+            if run.step == 2 and not self._runtime.has_coded_layers:
+                self._warn_inactive(self.reason)
+        return True
 
-    def end(self, run: Run | None = None, is_complete: bool = False) -> None:
-        """End an open run, complete or not.
+    def end(self, run: Run | None, is_complete: bool = False) -> bool:
+        """End a run, complete or not; one that has ended stays so.
 
         Args:
-            run: the newest when not given.
+            run: the run.
             is_complete: whether it is known that it was not aborted; its errors are then logged.
+
+        Returns:
+            Whether another run is the only one now, and continues.
         """
-        run = run or self.newest
-        if run in self._open:
-            self._open.remove(run)
-            self._encode_only_run(is_complete)
+        return self._set_open([other for other in self.open if other is not run], is_complete)
 
     def clear(self) -> None:
         """End all runs."""
-        self._open.clear()
-        self._encode_only_run()
+        self._set_open([])
 
     def before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
         """Set the run of a transformer's next call, `root.run`; None where its layers are not encoded.
 
         All ranks set the same one.
         """
-        if self._only and not self._only.is_in_step:
-            self.end(self._only)
-        runtime = self._runtime()
-        self._undeclared_calls = 0 if self._open else self._undeclared_calls + 1
-        if not self._open:
-            self._inactive_reason = _NO_RUN
+        if self.only and not self.only.is_in_step:
+            self.end(self.only)
+        runtime = self._runtime
         if runtime is None:
             return
-        root.run = self._only if runtime.is_running else None
+        self._undeclared_calls = 0 if self.open else self._undeclared_calls + 1
+        if not self.open:
+            self._inactive_reason = _NO_RUN
+        root.run = self.only if runtime.is_running else None
         if root.run and root.calls >= MAX_BRANCHES:
             self._inactive_reason = f"no step ended in {root.calls} calls of its transformer; {DECLARE}"
             warn_once(f"compression inactive for the rest of the run: {self._inactive_reason}")
@@ -153,37 +143,38 @@ class Runs:
             root.run.batched_branches.count(root, args, kwargs, root.run.step, self._all_agree) if counts else 1
         )
         if self._undeclared_calls > _MAX_UNDECLARED_CALLS:
-            self._warn_inactive(runtime)
+            self._warn_inactive(_NO_RUN)
 
     @property
     def reason(self) -> str:
         """Reason why no layer was encoded."""
-        runtime = self._runtime()
-        return (runtime and runtime.inactive_reason) or self._inactive_reason
+        return (self._runtime and self._runtime.inactive_reason) or self._inactive_reason
 
-    def _encode_only_run(self, is_complete: bool = False) -> None:
-        """Let the runtime encode the open run if there is a single one, from its next step on.
+    def _set_open(self, runs: list[Run], is_complete: bool = False) -> bool:
+        """Set the open runs, and let the runtime encode a single one, from its next step on.
 
         Args:
-            is_complete: whether the run that it encodes now is complete.
-        """
-        only, runtime = self._open[0] if len(self._open) == 1 else None, self._runtime()
-        if len(self._open) > 1:
-            self._inactive_reason = _SEVERAL_RUNS
-            if runtime:
-                warn_once(f"compression inactive (mode {runtime.mode!r}): {_SEVERAL_RUNS}")
-        if only is self._only:
-            return
-        self._only = only
-        self._reset_branches()
-        if only is None:
-            if runtime:
-                runtime.end_run(is_complete)
-            return
-        self._inactive_reason = _NO_LAYER
-        if runtime:
-            runtime.begin_run(only.total, only.step)
-        self._on_begin()
+            runs: the runs.
+            is_complete: whether the run that was encoded so far is complete.
 
-    def _warn_inactive(self, runtime: CodecRuntime) -> None:
-        warn_once(f"compression inactive (mode {runtime.mode!r}): {self.reason}")
+        Returns:
+            Whether another run is the only one now.
+        """
+        before, self.open = self.only, runs
+        if len(runs) > 1:
+            self._warn_inactive(_SEVERAL_RUNS)
+        if (only := self.only) is before:
+            return False
+        if only is None:
+            if self._runtime:
+                self._runtime.end_run(is_complete)
+            return False
+        self._inactive_reason = _NO_LAYER
+        if self._runtime:
+            self._runtime.begin_run(only.total, only.step)
+        return True
+
+    def _warn_inactive(self, reason: str) -> None:
+        self._inactive_reason = reason
+        if self._runtime:
+            warn_once(f"compression inactive (mode {self._runtime.mode!r}): {reason}")

@@ -41,7 +41,7 @@ from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order
-from xfuser_cocodiff.xdit.session.runs import Runs
+from xfuser_cocodiff.xdit.session.runs import Run, Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
 from xfuser_cocodiff.xdit.session.simulator import Simulator
 from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap
@@ -96,7 +96,7 @@ class Session:
     """Autotuner of overlap schedules; None without a mesh."""
 
     def __post_init__(self) -> None:
-        self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
+        self.runs = Runs(self.runtime, self.all_agree)
         self.layers = Layers(
             *(self._overlaps, self.start_value, self.overlap.v_first is not False),
             *(self._counts_calls, self.runs.before_call),
@@ -232,20 +232,49 @@ class Session:
         has_ranks = self.mesh is not None and self.mesh.topology.size > 1
         return has_ranks and not self.uses_stock_usp and self._counts_calls()
 
-    def _reset_branches(self) -> None:
-        self.abandon_traced_call()
-        self.layers.end_step()
+    def begin_run(self, total: int | None = None, owner: Any = None) -> Run:
+        """Begin a run; see :meth:`Runs.begin`.
 
-    def _begin_run(self) -> None:
+        Args:
+            total: number of steps, if it is known.
+            owner: object that ends the steps.
+        """
+        self._reset_branches()
+        if self.runs.begin(run := Run(total or None, owner)):
+            self._begin_tuning()
+        return run
+
+    def end_step(self, run: Run | None = None) -> None:
+        """End a step of an open run, the newest when not given, and the run if that was its last step."""
+        run = run or self.runs.newest
+        if run not in self.runs.open:
+            return
+        self._reset_branches()
+        if self.runs.end_step(run):
+            self._check_references()
+            if self.schedule_tuner and self._counts_calls() and not is_captured():
+                self.schedule_tuner.end_step()
+        if run.is_over:
+            self.end_run(run, is_complete=True)
+
+    def end_run(self, run: Run | None = None, is_complete: bool = False) -> None:
+        """End an open run, the newest when not given; see :meth:`Runs.end`."""
+        self._reset_branches()
+        if self.runs.end(run or self.runs.newest, is_complete):
+            self._begin_tuning()
+
+    def _begin_tuning(self) -> None:
         if self.schedule_tuner:
             self.schedule_tuner.begin_run()
 
-    def _end_step(self) -> None:
+    def _check_references(self) -> None:
         if self.reference_check and self.reference_check.is_due:
             check, self.reference_check = self.reference_check, None
             check.check()
-        if self.schedule_tuner and self._counts_calls() and not is_captured():
-            self.schedule_tuner.end_step()
+
+    def _reset_branches(self) -> None:
+        self.abandon_traced_call()
+        self.layers.end_step()
 
     # Agreement of ranks.
 

@@ -202,16 +202,19 @@ def create_session(
         warn_once(warning)
     info_once(start_line(config, setups, "PyTorch's, since others fail" if warning else None))
     setup, ring_setup = setups[0], setups[1] if ring_group else None
+    ring = Ring(ring_setup.mesh, dist.get_rank(ring_group), ring_setup.partition) if ring_setup else None
+    runtime, lossless_reason = _runtime_of(config, setup, ring, warning)
     session = Session(
         config,
         setup.mesh,
         setup,
-        ring=Ring(ring_setup.mesh, dist.get_rank(ring_group), ring_setup.partition) if ring_setup else None,
+        runtime,
+        lossless_reason=lossless_reason,
+        ring=ring,
         ring_setup=ring_setup,
         overlap=config.overlap,
     )
     session.save_tuning()
-    session.runtime = _runtime_of(session, warning)
     if values:
         _check_groups(session, group, ring_group)
     return session
@@ -314,36 +317,39 @@ def _load_cache(
     )
 
 
-def _runtime_of(session: Session, kernel_warning: str | None) -> CodecRuntime | None:
-    """Return the codecs' runtime of a session, and log its mode; None where all communication is lossless.
+def _runtime_of(
+    config: CocoDiffConfig, setup: CommSetup, ring: Ring | None, kernel_warning: str | None
+) -> tuple[CodecRuntime | None, str | None]:
+    """Return the codecs' runtime of a session, and log its mode; None where all communication is lossless, with the
+    reason unless that is the mode.
 
     Args:
-        session: the session.
+        config: the options.
+        setup: communication of the Ulysses group.
+        ring: the ring, if there is one.
         kernel_warning: warning that kernels are slower than usual, which also explains that no axis is slow.
     """
-    config, ring = session.config, session.ring
-    partition, ring_partition = session.comm_setup.partition, ring.partition if ring else None
+    partition, ring_partition = setup.partition, ring.partition if ring else None
     topology = f"{config.topology}, ring {config.ring} {ring.mesh.topology}" if ring else str(config.topology)
     if config.mode == EXACT:
         plan = config.plan or AUTO
         info_once(f"on: topology {topology}, plan {plan}; lossless: bit-identical to stock")
-        return None
+        return None, None
     if partition is None and ring_partition is None:
         is_measured = config.slow_axes == MEASURED_SLOW_AXES
         if is_measured and kernel_warning:
-            session.lossless_reason = kernel_warning
-            return None
-        session.lossless_reason = (_NO_AXIS_IS_SLOW if is_measured else NO_SLOW_AXIS).format(topology, config.mode)
-        (info_once if is_measured else warn_once)(session.lossless_reason)
-        return None
-    slow_axes, may_gather = _slow_axes(partition, config.topology) if partition else "", session.gather is not None
+            return None, kernel_warning
+        reason = (_NO_AXIS_IS_SLOW if is_measured else NO_SLOW_AXIS).format(topology, config.mode)
+        (info_once if is_measured else warn_once)(reason)
+        return None, reason
+    slow_axes, may_gather = _slow_axes(partition, config.topology) if partition else "", setup.gather is not None
     if partition and (ignored := exchanges.ignored_gather(config, slow_axes, may_gather)):
         warn_once(ignored)
     slow = [slow_axes] if partition else []
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
     how = f": {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
     warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
-    return new_runtime(config, partition, session.all_reduce, ring_partition)
+    return new_runtime(config, partition, functools.partial(all_reduce, timeout=config.timeout), ring_partition), None
 
 
 def _slow_axes(partition: AxisPartition, topology: Topology) -> str:
