@@ -336,7 +336,7 @@ def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: 
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
     rows = [row for row in cpu_host.patches() if row.module.startswith("xfuser.")]
-    assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.unless_present}
+    assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.condition}
     assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {
         "applied",
         "ready",

@@ -84,12 +84,6 @@ def test_private_names_of_hosts_are_checked_by_patches() -> None:
 USP = "def USP(x):\n    '''Attention.'''\n    return x  # as it is\n"
 
 
-def forget() -> None:
-    """Have files looked at anew."""
-    symbol_lookup._tree.cache_clear()
-    symbol_lookup.source_digest.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("text", "same"),
     [
@@ -104,27 +98,28 @@ def forget() -> None:
 def test_digest_ignores_comments_and_formatting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, same: bool
 ) -> None:
-    digests = []
-    for name, content in (("one", USP), ("other", text)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "usp.py").write_text(content)
-        (tmp_path / name / "__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path)
-        forget()
-        digests.append(symbol_lookup.source_digest(f"{name}.usp", "USP"))
-    assert (digests[0] == digests[1]) is same
-    assert symbol_lookup.source_digest("one.usp", "ring_attn") is None
+    monkeypatch.syspath_prepend(tmp_path)
+    one, other = (f"{name}_{tmp_path.name}" for name in ("one", "other"))  # in this process there may be others
+    for name, content in ((one, USP), (other, text)):
+        (tmp_path / f"{name}.py").write_text(content)
+    assert (symbol_lookup.source_digest(one, "USP") == symbol_lookup.source_digest(other, "USP")) is same
+    assert symbol_lookup.source_digest(one, "ring_attn") is None
+
+
+def use_xfuser(folder: str) -> None:
+    """Import the xfuser of a folder, with the plugin."""
+    xfuser_cocodiff.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    symbol_lookup.source_digest.cache_clear()
+    assert xfuser_cocodiff.install()
 
 
 def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     """Return whether attention equals stock with the xfuser of a folder, whether the plugin's all-to-all ran, and the
     messages."""
-    xfuser_cocodiff.uninstall()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
-        del sys.modules[name]
-    sys.path.insert(0, folder)
-    forget()
-    assert xfuser_cocodiff.install()
+    use_xfuser(folder)
     from xfuser.model_executor.layers import usp
 
     from tests.xdit.attention import test_all_to_all
@@ -247,6 +242,25 @@ def test_missing_name_costs_its_feature_only(tmp_path: Path) -> None:
     assert [(same, uses_plugin) for same, uses_plugin, _ in results] == [(True, True)] * 2
     [line] = [message for message in results[0][2] if " is off: " in message]
     assert PADDING in line and name in line and "install a tested version of xfuser" in line
+
+
+def configs_without_and_with_the_flag(rank: int, folder: str) -> list[str]:
+    """Return what is said of a config without the flag, and the error with it."""
+    use_xfuser(folder)
+    from xfuser import xFuserArgs
+
+    engine_config, _ = xFuserArgs(model="small", ulysses_degree=2).create_config()
+    with pytest.raises(ValueError) as raised:
+        xFuserArgs(model="small", ulysses_degree=2, use_cocodiff=True).create_config()
+    return [str(engine_config.parallel_config.sp_config.cocodiff), str(raised.value)]
+
+
+def test_missing_required_name_is_an_error_on_all_ranks_with_the_flag(tmp_path: Path) -> None:
+    """It is detected at the start, though it is only used in a run."""
+    other_xfuser(tmp_path, "_RUNTIME", "_STATE", "core/distributed/runtime_state.py")
+    error = "xfuser.core.distributed.runtime_state._RUNTIME does not exist; install a tested version of xfuser"
+    results = ranks.run(configs_without_and_with_the_flag, 2, str(tmp_path))
+    assert results == [["None", f"RuntimeError: {error}"]] * 2
 
 
 def features_differ(rank: int) -> None:

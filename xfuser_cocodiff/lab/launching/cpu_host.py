@@ -7,6 +7,7 @@ virtual GPUs.
 
 import contextlib
 import functools
+import importlib.util
 import os
 import resource
 import sys
@@ -20,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.xdit.attention import attention_kernels
-from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.patching.symbol_lookup import without
 from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.platforms.platform import Platform
 
@@ -31,12 +32,12 @@ NUM_GPUS = 64
 _GIVEN_BY = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
 """Environment variables that name a Ray cluster, or the GPUs that it may use."""
 _MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCoordinator"
-_NATIVE_PIPEFUSION = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
-"""Symbol of an xDiT whose stages communicate over gloo without patches; the series in patches/ adds it."""
+_WITHOUT_GLOO = without(_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
+"""Condition of patches: stages do not communicate over gloo. The series in patches/ adds the symbol."""
 _LONG_CONTEXT = "xfuser.core.long_ctx_attention"
 _RING = f"{_LONG_CONTEXT}.ring.ring_flash_attn"
-_NATIVE_LONG_CONTEXT = (_RING, "runnable_attn_type")
-"""Symbol of an xDiT whose long-context attention runs without CUDA; the series in patches/ adds it."""
+_WITHOUT_LONG_CONTEXT = without(_RING, "runnable_attn_type")
+"""Condition of patches: long-context attention needs CUDA. The series in patches/ adds the symbol."""
 _MAX_IN_FLIGHT = 64
 """Maximum number of PipeFusion's sends in flight, more than a stage needs to be ahead of the next one."""
 
@@ -70,7 +71,7 @@ def host() -> Host:
 
 def patches() -> list[Patch]:
     """Return the patches with which xDiT runs on CPUs."""
-    cpu, envs = host(), functools.partial(Patch, "xfuser.envs", unless_present=platform.NATIVE_SUPPORT)
+    cpu, envs = host(), functools.partial(Patch, "xfuser.envs", condition=platform.WITHOUT_SUPPORT)
     return [
         envs("_is_cuda", "a CUDA build runs on a machine without a GPU", platform.never),
         envs("_is_hip", "a ROCm build runs on a machine without a GPU", platform.never),
@@ -170,9 +171,10 @@ def flash_attention(
 
 def _for_long_context() -> list[Patch]:
     """Return the patches with which xDiT's long-context attention (StepVideo, Sana) can be imported and run."""
-    add = functools.partial(Patch, unless_present=_NATIVE_LONG_CONTEXT)
+    add = functools.partial(Patch, condition=_WITHOUT_LONG_CONTEXT)
+    why = "modules import yunchang with CUDA or an NPU only"
     return [
-        add("xfuser.envs", "_is_npu", "modules import yunchang with CUDA or an NPU only", _importing_yunchang),
+        Patch("xfuser.envs", "_is_npu", why, _importing_yunchang, condition=platform.WITHOUT_SUPPORT),
         add(_RING, "select_flash_attn_impl", "flash-attn needs CUDA", _with_torch_attention),
         add(
             "xfuser.model_executor.layers.attention_processor",
@@ -250,7 +252,7 @@ def _for_pipefusion() -> list[Patch]:
     methods = {"_pipeline_isend": send, "_pipeline_isend_skip": send, "_communicate_shapes": communicate_shapes}
     why = "waits for sends as if it were NCCL, and does not hold them"
     return [
-        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless_present=_NATIVE_PIPEFUSION)
+        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, condition=_WITHOUT_GLOO)
         for name, (replace, parameters) in methods.items()
     ]
 
@@ -327,7 +329,7 @@ def _is_gloo(stages: Any) -> bool:
 
 def _for_ray() -> list[Patch]:
     """Return the patch of `ray.init`, if Ray is installed."""
-    is_installed = symbol_lookup.find_symbol("ray", "init") is not None
+    is_installed = importlib.util.find_spec("ray") is not None
     return [Patch("ray", "init", "xDiT's workers ask for GPUs", _with_gpus)] if is_installed else []
 
 

@@ -93,14 +93,14 @@ def patch_states() -> list[PatchState]:
             return "not needed"
         if patch_set.is_applied(patch):
             return "applied"
-        return patch.problem() or ("ready" if patch.replace or patch.import_context else "used")
+        return patch.problem() or ("ready" if patch.replace else "used")
 
     return [PatchState(patch.name, patch.why, state(patch)) for patch in patch_set.patches]
 
 
 def _reason() -> str:
     """Return why the plugin is not installed."""
-    return activation.incompatibility(activation.patch_set()) or "removed because of an error"
+    return activation.incompatibility() or "removed because of an error"
 
 
 def _cache_entries(folder: Path) -> list[str]:

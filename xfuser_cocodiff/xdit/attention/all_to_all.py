@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -18,8 +19,8 @@ _runs_stock = False
 
 
 def patches() -> list[Patch]:
-    """Return the patches of xDiT's all-to-all functions; none for those that are unknown."""
-    known = [
+    """Return the patches of xDiT's all-to-all functions, except for those that are unknown."""
+    rows = [
         Patch(
             _USP,
             "_ft_c_input_all_to_all",
@@ -43,7 +44,7 @@ def patches() -> list[Patch]:
             ("q", "k", "v", "extra"),
         ),
     ]
-    return [patch for patch in known if usp_versions.has(patch.symbol)]
+    return [replace(row, condition=functools.partial(usp_versions.has, row.symbol)) for row in rows]
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def patches() -> list[Patch]:
-    """Return the patch of USP; none if the installed USP is unknown."""
-    patch = Patch(usp_versions.MODULE, "USP", "V-First and head groups", _with_overlap)
-    return [patch] if usp_versions.is_known() else []
+    """Return the patch of USP, except for one that is unknown."""
+    condition = usp_versions.is_known
+    return [Patch(usp_versions.MODULE, "USP", "V-First and head groups", _with_overlap, condition=condition)]
 
 
 def _with_overlap(original: Callable) -> Callable:

@@ -13,12 +13,13 @@ from torch.nn import functional
 from xfuser_cocodiff.engine.attention.reshard import SEQUENCE
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.patching.symbol_lookup import without
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.session import active
 
 _FLUX, _WRAPPER = "xfuser.model_executor.models.transformers.transformer_flux", "xFuserFlux1Transformer2DWrapper"
-_XDITS_PADDING = _FLUX, f"{_WRAPPER}._pad_to_sp_divisible"
-"""Function with which a newer xDiT pads tokens itself; then its results count."""
+_WITHOUT_PADDING = without(_FLUX, f"{_WRAPPER}._pad_to_sp_divisible")
+"""Condition of patches: xDiT does not pad tokens itself, as a newer one does; then its results count."""
 
 
 def patches() -> list[Patch]:
@@ -37,14 +38,14 @@ def patches() -> list[Patch]:
             "rows that are not divisible, which matter to PipeFusion only",
             _allow_any_rows,
             ("self",),
-            unless_present=_XDITS_PADDING,
+            condition=_WITHOUT_PADDING,
         ),
         Patch(
             _FLUX,
             f"{_WRAPPER}.forward",
             "zero-padded tokens; xDiT calls a function that does not exist",
             _pad_tokens,
-            unless_present=_XDITS_PADDING,
+            condition=_WITHOUT_PADDING,
         ),
     ]
 

@@ -59,12 +59,11 @@ def install(listeners: Sequence[run_tracker.RunListener] = (), patches: Sequence
     autoload.unwatch()
     if _installed is None or _installed.is_removed:
         tracker = run_tracker.RunTracker(listeners)
-        patch_set = PatchSet([*patch_table(tracker), *patches], PACKAGE, is_active=bool(listeners))
-        if reason := incompatibility(patch_set):
+        if reason := incompatibility():
             warn_once(f"the plugin is not installed, and xDiT runs unchanged: {reason}")
             return False
-        patch_set.install()
-        _installed, _tracker = patch_set, tracker
+        _installed, _tracker = PatchSet([*patch_table(tracker), *patches], PACKAGE), tracker
+        _installed.install()
     return not _installed.is_removed
 
 
@@ -122,21 +121,22 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     is_xpu = machine is not None and machine.device_type == "xpu"
     kernels = attention_kernels.patches(attention_kernels.xpu_kernel()) if is_xpu else []
     in_steps = [
+        *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *all_to_all.patches(),
         *usp.patches(),
         *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
-        *_of_feature("runs of diffusers' pipelines, and with them lossy modes", tracker.patches()),
+        *host.REQUIRED,
     ]
+    runs = _of_feature("runs of diffusers' pipelines, and with them lossy modes", tracker.patches())
     return [
         *(platform.patches(machine) if machine else []),
         *_of_feature("attention kernels with a log-sum-exp", kernels),
         *flags.patches(_activate_for_config),
-        *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *startup.patches(activate),
-        *host.REQUIRED,
         *(replace(patch, on_activation=True) for patch in in_steps),
+        *(replace(patch, on_activation=not tracker.listeners) for patch in runs),
     ]
 
 
@@ -169,15 +169,14 @@ def _of_feature(feature: str, patches: Sequence[Patch]) -> list[Patch]:
     return [replace(patch, feature=feature) for patch in patches]
 
 
-def incompatibility(patch_set: PatchSet) -> str | None:
-    """Return why patches cannot be installed; None if they can."""
+def incompatibility() -> str | None:
+    """Return why patches cannot be installed; None if they can, by the version of xfuser."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "xfuser is not installed"
     version = xdit_version()
     if version is not None and version not in SUPPORTED:
         return f"xfuser {version} is not supported; install xfuser {SUPPORTED}"
-    problems = patch_set.problems()
-    return f"this xfuser differs from {SUPPORTED}: {'; '.join(problems)}" if problems else None
+    return None
 
 
 def xdit_version() -> str | None:

@@ -29,7 +29,6 @@ REQUIRED = (
     Patch(_COLLECTIVES, "all_gather_tensor", "collectives in graphs", None),
     Patch(_COLLECTIVES, "all_to_all_single", "collectives in graphs", None),
     Patch("torch", "Tensor._base", "whether tensors are views of the same tensor", None),
-    Patch("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "ring attention on CPUs", None),
     Patch("torch", "_C._dispatch_has_kernel_for_dispatch_key", "whether XPUs have flash attention", None),
     Patch("torch.nn.modules.module", "Module._wrapped_call_impl", "which modules are running", None),
     Patch("torch.nn.modules.module", "Module._compiled_call_impl", "replaced calls of modules", None),

@@ -6,7 +6,6 @@ Patches of a feature that the plugin can do without are left out where one of th
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,12 +29,10 @@ class Patch:
     """Function that makes the replacement from the original; None if the symbol only has to exist."""
     parameters: tuple[str, ...] | None = None
     """Parameters that the original must have, in this order; None allows any."""
-    unless_present: tuple[str, str] | None = None
-    """Module and symbol of a host that needs no such patch."""
-    import_context: Callable[[], AbstractContextManager[None]] | None = None
-    """Context in which the module is executed, if its import has to see a different environment."""
+    condition: Callable[[], Any] | None = None
+    """Returns whether the installed host needs the patch; None where any does."""
     on_activation: bool = False
-    """Whether the patch is applied only once the plugin is activated."""
+    """Whether the patch is applied only once the plugin is activated, rather than when its module is imported."""
     feature: str | None = None
     """What is off if the host does not fit; None if without the patch the plugin cannot work, or results are wrong."""
 
@@ -47,11 +44,11 @@ class Patch:
     @property
     def is_needed(self) -> bool:
         """Whether the installed host needs the patch."""
-        return self.unless_present is None or symbol_lookup.find_symbol(*self.unless_present) is None
+        return self.condition is None or bool(self.condition())
 
     def problem(self) -> str | None:
-        """Return why the patch does not fit the installed host, without importing it; None if it fits."""
-        parameters = symbol_lookup.find_symbol(self.module, self.symbol)
+        """Return why the patch does not fit the installed host, whose module is imported; None if it fits."""
+        parameters = symbol_lookup.find_parameters(self.module, self.symbol)
         if parameters is None:
             return f"{self.name} does not exist"
         if self.parameters is not None and parameters != self.parameters:
@@ -77,8 +74,8 @@ The standard library is searched: a module of the user may have the name of one 
 
 @dataclass
 class PatchSet:
-    """Patches that are applied all or none, but for features that are off, each once its module has been executed;
-    those with `on_activation` wait until the plugin is activated too."""
+    """Patches that are applied all or none, but for features that are off: some once their module has been executed,
+    and those with `on_activation` once the plugin is activated."""
 
     patches: Sequence[Patch]
     """All patches, also those that only require a symbol."""
@@ -86,48 +83,39 @@ class PatchSet:
     """Top-level package of the host, whose modules may hold copies of the replaced functions."""
     is_active: bool = False
     """Whether the plugin is activated."""
+    is_removed: bool = False
+    """Whether the set was uninstalled: modules whose import is still running get no patches any more."""
+    off: dict[str, str] = field(default_factory=dict)
+    """Features that are off, each with the reason."""
     applied: list[_AppliedPatch] = field(default_factory=list)
     """Patches that are applied, in their order."""
     holders: list[weakref.ref] = field(default_factory=list)
     """Objects other than modules that may hold functions of the host as attributes."""
-    is_removed: bool = False
-    """Whether the set was uninstalled: modules whose import is still running get no patches any more."""
-    needed: list[Patch] = field(init=False)
-    """Patches to apply: those that replace something which the host needs, without features that are off."""
-    off: dict[str, str] = field(init=False)
-    """Features that are off, each with the reason."""
-
-    def __post_init__(self) -> None:
-        checked = [each for each in self.patches if each.is_needed]
-        self.off = {each.feature: problem for each in checked if each.feature and (problem := each.problem())}
-        replacing = [each for each in checked if each.replace or each.import_context]
-        self.needed = [each for each in replacing if each.feature not in self.off]
-
-    def problems(self) -> list[str]:
-        """Return why the set does not fit the installed host; an empty list if it fits."""
-        required = [each for each in self.patches if each.feature is None and each.is_needed]
-        return [problem for each in required if (problem := each.problem())]
 
     def install(self) -> None:
-        """Apply the patches of loaded modules, and watch the import of the others."""
-        self._apply_to_loaded()
-        if len(self.applied) < len(self.needed) and not self.is_removed:
+        """Apply the patches without `on_activation`: now if their module is loaded, else once it is."""
+        modules = {patch.module for patch in self.patches if not patch.on_activation}
+        for module in sorted(modules & sys.modules.keys()):
+            self._apply_to(module)
+        if modules - sys.modules.keys() and not self.is_removed:
             sys.meta_path.insert(0, self)
 
     def activate(self, holders: Iterable[Any] = ()) -> None:
-        """Apply the patches with `on_activation`, to a host that may have run without them.
+        """Apply all patches, to a host that may have run without those with `on_activation`.
 
         Args:
             holders: objects that may hold functions of the host as attributes.
 
         Raises:
-            RuntimeError: the set was removed because of an error, which has been logged.
+            RuntimeError: a patch that the plugin needs does not fit the host. The whole set is removed.
         """
         if not self.is_active:
+            try:
+                self._apply(self.patches)
+            except Exception:
+                self.uninstall()
+                raise
             self.is_active = True
-            self._apply_to_loaded()
-        if self.is_removed:
-            raise RuntimeError("CoCoDiff's patches of xDiT were removed because of an error")
         known = {id(each()) for each in self.holders}
         added = [weakref.ref(holder) for holder in holders if id(holder) not in known]
         self.holders += added
@@ -145,41 +133,45 @@ class PatchSet:
         self._replace_copies([(done, done.replacement, done.original) for done in undone])
         self.holders.clear()
 
-    def _apply_to_loaded(self) -> None:
-        self._apply_to([sys.modules[patch.module] for patch in self.needed if patch.module in sys.modules])
-
-    def apply(self, module: ModuleType) -> None:
-        """Apply the patches of a module that has been executed.
-
-        An error removes the whole set. It is logged rather than raised, since it must not break the host's import.
-        """
-        self._apply_to([module])
-
-    def _apply_to(self, modules: list[ModuleType]) -> None:
-        applied_before = len(self.applied)
-        try:
-            for module in modules:
-                for patch in [patch for patch in self.needed if patch.module == module.__name__]:
-                    is_due = (self.is_active or not patch.on_activation) and not self.is_removed
-                    if is_due and not self.is_applied(patch):
-                        self._apply(patch, module)
-            self._replace_copies([(done, done.original, done.replacement) for done in self.applied[applied_before:]])
-        except Exception as error:
-            self.uninstall()
-            warn_once(f"the plugin is not installed, and xDiT runs unchanged: {type(error).__name__}: {error}")
-
     def is_applied(self, patch: Patch) -> bool:
         """Return whether a patch is applied."""
         return any(done.patch is patch for done in self.applied)
 
-    def _apply(self, patch: Patch, module: ModuleType) -> None:
-        *path, attribute = patch.symbol.split(".")
-        owner: Any = module
-        for part in path:
-            owner = getattr(owner, part)
+    def _apply_to(self, module: str) -> None:
+        """Apply the patches of a module that has been executed.
+
+        An error removes the whole set. It is logged rather than raised, since it must not break the host's import.
+        """
+        if self.is_removed:
+            return
+        try:
+            self._apply([patch for patch in self.patches if patch.module == module and not patch.on_activation])
+        except Exception as error:
+            self.uninstall()
+            warn_once(f"the plugin is not installed, and xDiT runs unchanged: {type(error).__name__}: {error}")
+
+    def _apply(self, patches: Sequence[Patch]) -> None:
+        """Check patches, and apply those that are needed, without the features that are off.
+
+        Raises:
+            RuntimeError: a patch without a feature does not fit the host; none is applied.
+        """
+        needed = [patch for patch in patches if not self.is_applied(patch) and patch.is_needed]
+        problems = [(patch.feature, problem) for patch in needed if (problem := patch.problem())]
+        if required := [problem for feature, problem in problems if feature is None]:
+            raise RuntimeError(f"{'; '.join(required)}; install a tested version of {self.package}")
+        self.off |= problems
+        before = len(self.applied)
+        for patch in needed:
+            if patch.replace and patch.feature not in self.off:
+                self._replace_symbol(patch, patch.replace)
+        self._replace_copies([(done, done.original, done.replacement) for done in self.applied[before:]])
+
+    def _replace_symbol(self, patch: Patch, replace: Callable[[Any], Any]) -> None:
+        owner, attribute, original = symbol_lookup.find_symbol(patch.module, patch.symbol)
         # From the dict of the class, so that a staticmethod remains one.
-        original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-        replacement = patch.replace(original) if patch.replace else original
+        original = vars(owner)[attribute] if isinstance(owner, type) else original
+        replacement = replace(original)
         setattr(owner, attribute, replacement)
         self.applied.append(_AppliedPatch(patch, owner, attribute, original, replacement))
 
@@ -199,7 +191,7 @@ class PatchSet:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as part of the import system, and have its patches applied once it has been executed."""
-        if not any(patch.module == name for patch in self.needed):
+        if not any(patch.module == name and not patch.on_activation for patch in self.patches):
             return None
         for finder in list(sys.meta_path):
             if finder is not self and (spec := finder.find_spec(name, path, target)):
@@ -212,13 +204,8 @@ class PatchSet:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            patches = [] if self.is_removed else [each for each in self.needed if each.module == module.__name__]
-            with ExitStack() as stack:
-                for patch in patches:
-                    if patch.import_context:
-                        stack.enter_context(patch.import_context())
-                execute(module)
-            self.apply(module)
+            execute(module)
+            self._apply_to(module.__name__)
 
         loader.exec_module = exec_module
 

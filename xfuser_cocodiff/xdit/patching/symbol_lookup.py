@@ -1,73 +1,58 @@
-"""Lookup of symbols without importing their modules, so that patches are checked before any is applied."""
+"""Lookup of a host's symbols, which imports their modules, and digests of functions by their source."""
 
 import ast
 import hashlib
-import importlib.util
+import importlib
 import inspect
-import sys
+import textwrap
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
-def find_symbol(module: str, symbol: str) -> tuple[str, ...] | None:
-    """Return the parameter names of a symbol, as :func:`source_parameters`, from the module itself if it is loaded."""
-    loaded = sys.modules.get(module)
-    return runtime_parameters(loaded, symbol) if loaded else source_parameters(module, symbol)
+def find_symbol(module: str, symbol: str) -> tuple[Any, str, Any] | None:
+    """Return the owner of a symbol, its attribute and its value; None if the module or the symbol does not exist.
 
-
-def source_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
-    """Return the parameter names of a symbol as its source declares them.
-
-    Returns:
-        The names of a function or method, an empty tuple for any other symbol, and None if the module or the symbol
-        does not exist.
+    Args:
+        module: module of the symbol, which is imported.
+        symbol: dotted path inside the module.
     """
-    node = _declaration(module, symbol)
-    if not isinstance(node, ast.FunctionDef):
-        return None if node is None else ()
-    signature = node.args
-    arguments = [*signature.posonlyargs, *signature.args, signature.vararg, *signature.kwonlyargs, signature.kwarg]
-    return tuple(argument.arg for argument in arguments if argument)
+    *path, attribute = symbol.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for part in path:
+            owner = getattr(owner, part)
+        return owner, attribute, getattr(owner, attribute)
+    except Exception:  # of any type, from the execution of a module
+        return None
+
+
+def without(module: str, symbol: str) -> Callable[[], bool]:
+    """Return a condition for patches: whether the host has no such symbol, by which it would need no patch."""
+    return lambda: find_symbol(module, symbol) is None
+
+
+def find_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
+    """Return the names of a function's parameters; none for any other symbol, and None if it does not exist."""
+    found = find_symbol(module, symbol)
+    if found is None:
+        return None
+    return tuple(inspect.signature(found[2]).parameters) if inspect.isfunction(found[2]) else ()
 
 
 @cache
 def source_digest(module: str, symbol: str) -> str | None:
     """Return a hash of a function by its source, without comments, docstrings and formatting.
 
-    It is the same in every version of Python. None if the function does not exist.
+    It is the same in every version of Python, and that of the original where the function is patched. None if the
+    function does not exist.
     """
-    node = _declaration(module, symbol)
-    if not isinstance(node, ast.FunctionDef):
+    found = find_symbol(module, symbol)
+    function = inspect.unwrap(found[2]) if found else None
+    if not inspect.isfunction(function):
         return None
-    return hashlib.sha256(repr([_plain(node)]).encode()).hexdigest()[:16]
-
-
-def _declaration(module: str, symbol: str) -> ast.AST | None:
-    """Return the statement that declares a symbol; None if there is none.
-
-    Of a dotted path beyond classes (an attribute of an instance) only the first part is looked up, since no source
-    declares the rest. Special methods of a dataclass are declared by their class.
-    """
-    node: ast.AST | None = _tree(module)
-    for part in symbol.split("."):
-        if not isinstance(node, ast.Module | ast.ClassDef):
-            break
-        found = _find(node.body, part)
-        if found is None and not _generates(node, part):
-            return None
-        node = found or node
-    return node
-
-
-def uses_name(module: str, name: str) -> bool:
-    """Return whether the source of a module uses a name, as a variable, an attribute or a string."""
-    tree = _tree(module)
-    nodes = ast.walk(tree) if tree else ()
-    return any(
-        name in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None)) for node in nodes
-    )
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return hashlib.sha256(repr([_plain(tree.body[0])]).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
@@ -82,58 +67,3 @@ def _plain(value: Any) -> Any:
     # Versions of Python differ in their empty fields.
     filled = ((name, _plain(field)) for name, field in fields.items() if field not in (None, []) and name != "ctx")
     return type(value).__name__, *filled
-
-
-def runtime_parameters(module: ModuleType, symbol: str) -> tuple[str, ...] | None:
-    """Return the parameter names of a symbol, as :func:`source_parameters`, from a loaded module."""
-    value: object = module
-    for part in symbol.split("."):
-        if not hasattr(value, part):
-            return None
-        value = getattr(value, part)
-    return tuple(inspect.signature(value).parameters) if inspect.isfunction(value) else ()
-
-
-def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    for statement in body:
-        for node in _flatten(statement):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-                return node
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                return node
-            if isinstance(node, ast.Import | ast.ImportFrom) and any(
-                (alias.asname or alias.name) == name for alias in node.names
-            ):
-                return node
-    return None
-
-
-def _generates(owner: ast.AST, name: str) -> bool:
-    """Return whether `name` is a special method of a dataclass, which no source declares."""
-    return (
-        isinstance(owner, ast.ClassDef)
-        and name.startswith("__")
-        and "dataclass" in map(ast.unparse, owner.decorator_list)
-    )
-
-
-def _flatten(statement: ast.stmt) -> list[ast.stmt]:
-    """Return the statement itself, or the statements inside of an `if` or `try`."""
-    if isinstance(statement, ast.If | ast.Try):
-        return [inner for part in (statement.body, statement.orelse) for s in part for inner in _flatten(s)]
-    return [statement]
-
-
-@cache
-def _tree(module: str) -> ast.Module | None:
-    root, *rest = module.split(".")
-    spec = importlib.util.find_spec(root) if root != "__main__" else None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    for location in spec.submodule_search_locations:
-        path = Path(location, *rest)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return ast.parse(file.read_text(encoding="utf-8"))
-    return None

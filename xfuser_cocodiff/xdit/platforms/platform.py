@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.patching.symbol_lookup import without
 from xfuser_cocodiff.xdit.platforms import local_device
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
-NATIVE_SUPPORT = ("xfuser.envs", "supports_usp")
-"""Symbol of an xDiT that runs on CPU and XPU without patches; the series in patches/ adds it."""
+WITHOUT_SUPPORT = without("xfuser.envs", "supports_usp")
+"""Condition of patches: xDiT does not run on CPU and XPU by itself. The series in patches/ adds the symbol."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def patches(platform: Platform) -> list[Patch]:
     return [*for_environment(platform), *_for_device(platform), *for_groups(), *for_scripts(platform)]
 
 
-_add = functools.partial(Patch, unless_present=NATIVE_SUPPORT)
+_add = functools.partial(Patch, condition=WITHOUT_SUPPORT)
 
 
 def never(original: Callable) -> Callable:

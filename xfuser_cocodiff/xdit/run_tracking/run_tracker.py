@@ -46,12 +46,15 @@ class RunTracker:
 
     def patches(self) -> list[Patch]:
         """Return the patches of diffusers' progress bars and loops."""
-        patches = [Patch(*_PIPELINE, "a run begins", self._track_bar)]
         module, loop = _LOOP
-        if symbol_lookup.find_symbol(module, f"{loop}.loop_step"):
-            patches.append(Patch(module, f"{loop}.progress_bar", "a modular pipeline's run begins", self._track_bar))
-            patches.append(Patch(module, f"{loop}.loop_step", "a modular pipeline's step ends", self._track_loop))
-        return patches
+        of_loop = functools.partial(
+            Patch, module, condition=functools.partial(symbol_lookup.find_symbol, module, f"{loop}.loop_step")
+        )
+        return [
+            Patch(*_PIPELINE, "a run begins", self._track_bar),
+            of_loop(f"{loop}.progress_bar", "a modular pipeline's run begins", self._track_bar),
+            of_loop(f"{loop}.loop_step", "a modular pipeline's step ends", self._track_loop),
+        ]
 
     def begin(self, owner: Any, total: int | None) -> Run:
         """Begin a run.

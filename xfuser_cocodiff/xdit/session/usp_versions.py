@@ -5,6 +5,7 @@ its own.
 """
 
 import hashlib
+import inspect
 
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 
@@ -43,15 +44,13 @@ ATTRIBUTES = {
 
 def digest() -> str:
     """Return a digest of the installed functions, and of the helpers' parameters."""
-    helpers = {name: symbol_lookup.source_parameters(MODULE, name) for name in HELPERS}
-    return hashlib.sha256(repr((_digests(), helpers)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((_digests(), _helpers())).encode()).hexdigest()[:16]
 
 
 def is_known() -> bool:
     """Return whether the installed USP is a known version; all ranks have the same one."""
-    helpers = all(symbol_lookup.source_parameters(MODULE, name) == parameters for name, parameters in HELPERS.items())
-    attributes = all(symbol_lookup.uses_name(module, name) for module, name in ATTRIBUTES.items())
-    return helpers and attributes and _digests() in DIGESTS.values()
+    sets_attributes = all(_has_text(module, name) for module, name in ATTRIBUTES.items())
+    return sets_attributes and _helpers() == HELPERS and _digests() in DIGESTS.values()
 
 
 def has(function: str) -> bool:
@@ -61,3 +60,12 @@ def has(function: str) -> bool:
 
 def _digests() -> dict[str, str | None]:
     return {name: symbol_lookup.source_digest(MODULE, name) for name in DIGESTS["0.7.0"]}
+
+
+def _helpers() -> dict[str, tuple[str, ...] | None]:
+    return {name: symbol_lookup.find_parameters(MODULE, name) for name in HELPERS}
+
+
+def _has_text(module: str, text: str) -> bool:
+    found = symbol_lookup.find_symbol(module, "__name__")
+    return found is not None and text in inspect.getsource(found[0])
