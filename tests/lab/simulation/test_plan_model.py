@@ -287,7 +287,7 @@ def traffic_and_references(
     rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology, exchange: str
 ) -> tuple[dict[str, int], int, dict[str, str]]:
     """Return the bytes that a rank sends in a run along each axis, those of its link references, and the exchange."""
-    from xfuser_cocodiff.xdit.session import exchanges
+    from xfuser_cocodiff.lab.comparison import exchanges
     from xfuser_cocodiff.xdit.session.session import active
 
     degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]

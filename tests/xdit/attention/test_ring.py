@@ -167,8 +167,8 @@ def stock_after(rank: int, placement: str) -> list[str]:
 @pytest.mark.parametrize(
     ("placement", "words"),
     slow_but(
-        [("inner", ["--cocodiff_ring inner of an earlier"])],
-        [("outer", []), ("inner", ["--cocodiff_ring inner of an earlier"])],
+        [("inner", ["of an earlier engine, with --cocodiff_ring inner"])],
+        [("outer", []), ("inner", ["of an earlier engine, with --cocodiff_ring inner"])],
     ),
 )
 def test_session_without_the_plugin_warns_about_an_earlier_placement(placement: str, words: list[str]) -> None:
@@ -206,7 +206,7 @@ def groups_before_config(rank: int) -> tuple[str, list[str]]:
 def test_groups_of_the_other_placement_fall_back_to_stock() -> None:
     found = ranks.run(groups_before_config, WORLD)
     assert [topology for topology, _ in found] == ["stock"] * WORLD
-    assert "--cocodiff_ring inner" in found[0][1][0]
+    assert "process groups of an earlier engine, with --cocodiff_ring outer" in found[0][1][0]
 
 
 def reduce_over_all(rank: int) -> list[float]:

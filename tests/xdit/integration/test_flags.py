@@ -463,8 +463,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             {},
             "node=2,gpu=2",
             [
-                "hierarchical:gpu,node=kv has no effect: the slow axes of mode 'fast' are node, gpu",
-                "a plan whose last stage is node+gpu=kv",
+                "gpu,node=kv has no effect: mode 'fast' gathers K and V along its slow axes, node, gpu, only;",
                 "(topology node=2,gpu=2): all-to-alls by heads;",
             ],
         ),
@@ -473,7 +472,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             {"cocodiff_topology": "2x2", "cocodiff_mode": "paper", "cocodiff_a2a": "hierarchical:gpu,node=kv"},
             {},
             "node=2,gpu=2",
-            ["has no effect: mode 'paper' does not gather K and V"],
+            ["has no effect: mode 'paper' gathers K and V in no plan; leave it out"],
         ),
         (
             1,

@@ -41,6 +41,7 @@ from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.topology.devices import CPU
+from xfuser_cocodiff.lab.comparison import exchanges
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.instant import Instant, now, seconds_between
 from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
@@ -49,7 +50,6 @@ from xfuser_cocodiff.lab.launching import decisions, stock_traffic
 from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.session import exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE, TRACE_VARIABLE
 

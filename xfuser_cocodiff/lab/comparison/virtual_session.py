@@ -7,7 +7,7 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
 from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.xdit.patching.log import warn_once
-from xfuser_cocodiff.xdit.session import exchanges, kernel_check, simulator, startup, usp_versions
+from xfuser_cocodiff.xdit.session import kernel_check, simulator, start_messages, startup, usp_versions
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
@@ -28,15 +28,15 @@ def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> S
         )
     virtual = _virtual_ranks(config)
     if virtual is None:
-        return Session(config, lossless_reason=startup.NO_SLOW_AXIS.format(config.virtual, config.mode))
+        return Session(config, lossless_reason=start_messages.no_slow_axis(config, config.virtual))
     try:
         kernel_check.check(config, None, kernel_check.value_format(pipeline))
     except KernelError as error:
-        warn_once(kernel_check.fallback_warning(str(error), config.mode))
+        warn_once(start_messages.other_kernels(str(error), config.mode))
         config = replace(config, kernels=kernels.TORCH)
     simulator.route_attention(pipeline)
     layouts = (None, virtual.layout) if virtual.is_ring else (virtual.layout, None)
-    runtime = startup.new_runtime(config, layouts[0], lambda values, operation: values, layouts[1])
+    runtime = startup.new_runtime(config, layouts[0], layouts[1], lambda values, **_: values)
     return Session(config, runtime=runtime, simulator=virtual)
 
 
@@ -51,12 +51,9 @@ def _virtual_ranks(config: CocoDiffConfig) -> VirtualRanks | None:
     may_gather = config.mode != PAPER and (config.plan is None or set(config.plan.gathered_axes) == moving & set(slow))
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow), may_gather)
     if virtual.layout.num_slow == 1:
-        warn_once(startup.NO_SLOW_AXIS.format(config.virtual, config.mode))
+        warn_once(start_messages.no_slow_axis(config, config.virtual))
         return None
     name = "a virtual ring" if config.virtual_ring else "virtual ranks"
-    axes, gathers = ", ".join(slow), virtual.gather_layout is not None
-    how = "" if config.virtual_ring else f": {exchanges.announced(config, axes, virtual.layout.num_slow, gathers)}"
-    startup.warn_lossy(config, f"{axes} ({name} {config.virtual}){how}")
-    if not config.virtual_ring and (ignored := exchanges.ignored_gather(config, axes, gathers)):
-        warn_once(ignored)
+    where, slow = f"{', '.join(slow)} ({name} {config.virtual})", () if config.virtual_ring else slow
+    start_messages.warn_lossy(config, where, slow, virtual.layout.num_slow, virtual.gather_layout is not None)
     return virtual

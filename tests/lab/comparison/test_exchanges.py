@@ -5,7 +5,7 @@ from types import SimpleNamespace as Namespace
 import pytest
 
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.session import exchanges
+from xfuser_cocodiff.lab.comparison import exchanges
 from xfuser_cocodiff.xdit.session.session import Session
 
 MESH = Namespace(topology=Topology.parse("node=2,gpu=3,tile=1"))
