@@ -52,13 +52,12 @@ PIPELINE_TESTS = {
 }
 """Test file of each small model that is tested as a whole pipeline."""
 _JOINT = ("add_v_proj", "to_v")
-_WRAPPED = ("module.to_v",)
 _NO_ALL_TO_ALL = "K and V of all frames are replicated on every rank; there are no all-to-alls"
 
 FAMILIES = (
     Family("FLUX.1", ("FLUX.1-dev",), ("FLUX.1-dev",), v_first=_JOINT),
     Family("FLUX.1 Kontext", ("FLUX.1-Kontext-dev",), ("FLUX.1-Kontext-dev",), v_first=_JOINT),
-    Family("FLUX.1 control", (), ("FluxControl",), v_first=("module.add_v_proj", "module.to_v")),
+    Family("FLUX.1 control", (), ("FluxControl",), v_first=_JOINT),
     Family("FLUX.2", ("FLUX.2-dev",), ("FLUX.2-dev",), v_first=(*_JOINT, "to_qkv_mlp_proj")),
     Family("FLUX.2 klein", ("FLUX.2-klein-4B", "FLUX.2-klein-9B"), ("Klein",), v_first=(*_JOINT, "to_qkv_mlp_proj")),
     Family(
@@ -66,7 +65,6 @@ FAMILIES = (
         ("SD3.5", "stable-diffusion-3.5-large"),
         ("SD3.5",),
         small_pipelines=("SD3",),
-        v_first=_WRAPPED,
     ),
     Family("Qwen-Image", ("Qwen-Image", "Qwen-Image-2512"), ("Qwen-Image",), v_first=_JOINT),
     Family(
@@ -79,9 +77,9 @@ FAMILIES = (
     Family("Lumina 2", ("Lumina2", "Lumina-Image-2.0"), ("Lumina2",)),
     Family("Krea 2", ("Krea-2-Raw", "Krea-2-Turbo"), ("Krea2", "Krea2Masked")),
     Family("Ideogram 4", ("Ideogram-4",), ("Ideogram4",)),
-    Family("HunyuanDiT", (), ("HunyuanDiT",), v_first=_WRAPPED),
-    Family("PixArt", (), (), small_pipelines=("PixArtAlpha",), v_first=_WRAPPED),
-    Family("Sana", (), ("Sana",), attention="yunchang", v_first=_WRAPPED),
+    Family("HunyuanDiT", (), ("HunyuanDiT",)),
+    Family("PixArt", (), (), small_pipelines=("PixArtAlpha",)),
+    Family("Sana", (), ("Sana",), attention="yunchang"),
     Family("Wan, text to video", ("Wan2.1-T2V",), ("Wan",)),
     Family("Wan, two experts", ("Wan2.2-T2V", "Wan2.2-I2V", "Wan2.2-Distilled-I2V"), ("WanA14B",)),
     Family("Wan, image to video", ("Wan2.1-I2V",), ("Wan2.1-I2V",)),
@@ -110,9 +108,9 @@ FAMILIES = (
         (),
         small_pipelines=("LingBotVideo",),
     ),
-    Family("CogVideoX", (), ("CogVideoX",), v_first=_WRAPPED),
-    Family("ConsisID", (), ("ConsisID",), v_first=_WRAPPED),
-    Family("Latte", (), ("Latte",), v_first=_WRAPPED),
+    Family("CogVideoX", (), ("CogVideoX",)),
+    Family("ConsisID", (), ("ConsisID",)),
+    Family("Latte", (), ("Latte",)),
     Family("StepVideo", (), ("StepVideo",), attention="yunchang", v_first=("wqkv",)),
 )
 

@@ -44,13 +44,11 @@ def test_a_failing_computation_fails_at_each_use() -> None:
             deferred + 1
 
 
-def test_a_block_whose_mlp_has_hooks_has_no_parallel_mlp() -> None:
+def test_an_mlp_whose_weights_diffusers_prefetches_is_not_deferred() -> None:
     block = nn.Module()
     block.proj_mlp, block.act_mlp = nn.Linear(2, 2), nn.GELU()
+    block.act_mlp.register_forward_hook(lambda *_: None)
     assert has_parallel_mlp(block)
-    hook = block.act_mlp.register_forward_hook(lambda *_: None)
-    assert not has_parallel_mlp(block)
-    hook.remove()
-    block.proj_mlp._hf_hook = object()
+    block.proj_mlp._diffusers_hook = object()
     assert not has_parallel_mlp(block)
     assert not has_parallel_mlp(nn.Linear(2, 2))

@@ -1,5 +1,7 @@
 """Layers in compiled graphs, and the count of a compiled transformer's calls."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,10 @@ from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
-from xfuser_cocodiff.xdit.layers.root_module import RootModule
+from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.session.session import Session
+
+X = torch.ones(1)
 
 
 class Attention(nn.Module):
@@ -20,19 +24,33 @@ class Attention(nn.Module):
         self.norm = nn.Identity()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
+class Graph(nn.Module):
+    """A graph in which layers are called."""
+
+    def __init__(self, call_layers: Callable) -> None:
         super().__init__()
+        self.call_layers = call_layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.call_layers()
+        return x
+
+
+class Block(Graph):
+    def __init__(self, call_layers: Callable) -> None:
+        super().__init__(call_layers)
         self.attn, self.cross = Attention(), Attention()
 
 
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+class Transformer(Graph):
+    def __init__(self, call_layers: Callable = lambda: None, of_blocks: Callable = lambda: None) -> None:
+        super().__init__(call_layers)
+        self.blocks = nn.ModuleList(Block(of_blocks) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        for block in self.blocks:
+            x = block(x)
+        return super().forward(x)
 
 
 class Wrapper(nn.Module):
@@ -46,46 +64,49 @@ class Wrapper(nn.Module):
         return self._orig_mod(*args)
 
 
-def root_of(transformer: nn.Module) -> RootModule:
-    return RootModule(transformer, lambda: True, lambda *_: None)
+def new_layers(before_call: Callable = lambda *_: None) -> Layers:
+    return Layers(lambda: True, lambda *_: None, True, lambda: True, before_call)
 
 
 @pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])
 def test_a_layer_in_a_graph_is_named_by_its_path(path: str) -> None:
-    transformer = Transformer()
-    root = root_of(transformer)
-    layer = root.traced_layer([transformer], path)
-    assert layer.name == "blocks.1.attn"
-    assert root.traced_layer([transformer], path) is layer is not root.traced_layer([transformer], "blocks.1.cross")
+    layers, found = new_layers(), []
+    transformer = Transformer(lambda: found.append([layers.traced_layer(each) for each in (path, "blocks.1.cross")]))
+    transformer(X)
+    transformer(X)
+    (first, other), (second, _) = found
+    assert first.name == "blocks.1.attn" and other.name == "blocks.1.cross" and first is second
+    assert (first.branch, first.is_repeated) == (1, False)
 
 
 def test_blocks_that_share_a_graph_have_their_own_layers() -> None:
-    transformer = Transformer()
-    blocks = list(transformer.blocks)
-    for index, block in enumerate(blocks):
-        transformer.blocks[index] = Wrapper(block)
-    root = root_of(transformer)
-    graph = nn.Identity()  # some backends run graphs as modules, which the transformer does not know
-    names = [root.traced_layer([graph, block, transformer], "attn").name for block in blocks]
+    layers, names = new_layers(), []
+    # Some backends run graphs as modules, which the transformer does not know.
+    graph = Graph(lambda: names.append(layers.traced_layer("attn").name))
+    transformer = Transformer(of_blocks=lambda: graph(X))
+    transformer.blocks = nn.ModuleList(map(Wrapper, transformer.blocks))
+    transformer(X)
     assert names == [f"blocks.{index}.attn" for index in range(3)]
 
 
-@pytest.mark.parametrize("how", ["eager", "whole", "in place"])
+@pytest.mark.parametrize("how", ["eager", "whole", "in place", "in place later"])
 def test_calls_of_a_compiled_transformer_are_counted(how: str) -> None:
-    transformer = Transformer()
-    called: list[tuple] = []
-    root = RootModule(transformer, lambda: True, lambda root, args, kwargs: called.append(args))
+    called, found = [], []
+    layers = new_layers(lambda root, args, kwargs: called.append(args))
+    transformer = Transformer(lambda: found.append(layers.traced_layer("blocks.0.attn")))
     outer = Wrapper(transformer) if how == "whole" else transformer
     if how == "in place":
-        transformer._compiled_call_impl = lambda *args: args[0]
-    x = torch.ones(1)
-    root.watch(outer, (x,), {})  # during its first call
-    assert root.is_watching(outer) and (root.calls, root.total_calls) == (1, 1)
-    assert outer(x) is x and outer(x) is x
-    assert root.calls == 3 and called == [(x,)] * 3
-    root.remove()
-    assert not root.is_watching(outer)
-    outer(x)
+        transformer._compiled_call_impl = transformer._call_impl
+    outer(X)
+    if how == "in place later":
+        transformer._compiled_call_impl = transformer._call_impl
+    outer(X)
+    assert outer(X) is X
+    [root] = {layer.root for layer in found}
+    assert root.calls == root.total_calls == 3 and called == [(X,)] * 3
+    layers.clear()
+    transformer.call_layers = lambda: None
+    outer(X)
     assert root.calls == 3
 
 

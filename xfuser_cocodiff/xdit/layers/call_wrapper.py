@@ -18,28 +18,34 @@ class CallWrapper:
     """
 
     def __init__(self, module: nn.Module, call: Callable) -> None:
-        self._module, self._call = weakref.ref(module), call
+        self._module = weakref.ref(module)
+        self._call: Callable | None = call
         self._inner = module._compiled_call_impl
         """The call that the module had in place of its class's, as of torch.compile."""
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self.original, *args, **kwargs)
+        return self._call(self.original, *args, **kwargs) if self._call else self.original(*args, **kwargs)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as without this wrapper."""
         return (self._inner or self._module()._call_impl)(*args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the original call; a wrapper around this one keeps its place."""
-        self._call = lambda original, *args, **kwargs: original(*args, **kwargs)
+        """Restore the original call, once the wrappers around this one are removed, too."""
+        self._call = None
         module = self._module()
-        outer = module._compiled_call_impl if module is not None else None
-        if outer is self:
-            del module._compiled_call_impl
-            if self._inner is not None:
-                module._compiled_call_impl = self._inner
-        while isinstance(outer, CallWrapper):
-            if outer._inner is self:
-                outer._inner = self._inner
-            outer = outer._inner
+        while module is not None and is_wrapped(module) and module._compiled_call_impl._call is None:
+            inner = vars(module).pop("_compiled_call_impl")._inner
+            if inner is not None:
+                module._compiled_call_impl = inner
+
+
+def is_wrapped(module: nn.Module, call: Callable | None = None) -> bool:
+    """Return whether the call of a module is replaced: by this one, or by any."""
+    outer = module._compiled_call_impl
+    while isinstance(outer, CallWrapper):
+        if call in (None, outer._call):
+            return True
+        outer = outer._inner
+    return False

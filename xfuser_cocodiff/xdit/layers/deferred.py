@@ -57,12 +57,11 @@ def materialize(value: Any) -> Any:
 
 
 def has_parallel_mlp(block: nn.Module) -> bool:
-    """Return whether a block has an MLP parallel to attention, without hooks, which would need its values at once."""
-    submodules = [getattr(block, name, None) for name in PARALLEL_MLP]
-    return all(isinstance(submodule, nn.Module) and not has_hooks(submodule) for submodule in submodules)
+    """Return whether a block has an MLP parallel to attention that may run later than it is called."""
+    parts = [getattr(block, name, None) for name in PARALLEL_MLP]
+    return all(isinstance(part, nn.Module) and not is_prefetched(part) for part in parts)
 
 
-def has_hooks(submodule: nn.Module) -> bool:
-    """Return whether a module has forward hooks: PyTorch's, Accelerate's or diffusers'."""
-    hooks = submodule._forward_hooks or submodule._forward_pre_hooks
-    return bool(hooks) or hasattr(submodule, "_hf_hook") or hasattr(submodule, "_diffusers_hook")
+def is_prefetched(module: nn.Module) -> bool:
+    """Return whether diffusers may prefetch the weights of a module in the order of the first calls."""
+    return "_diffusers_hook" in vars(module)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -10,8 +9,9 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerStructure, hidden_states
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, hidden_states
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
+from xfuser_cocodiff.xdit.layers.v_source import Projection, VSource
 
 
 @dataclass(eq=False)
@@ -50,26 +50,8 @@ class TracedCall(LayerCall):
     ulysses: UlyssesAttention
 
 
-class Projection(NamedTuple):
-    """A projection that has run."""
-
-    input: torch.Tensor
-    output: torch.Tensor
-    version: int
-    """Version counter of the output when it was computed."""
-
-    @classmethod
-    def of(cls, forward: Callable, given: torch.Tensor) -> "Projection":
-        """Compute a projection, outside of inference mode, whose tensors have no version counter."""
-        has_grad = torch.is_grad_enabled()  # read first: inference mode sets its own
-        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
-            output = forward(given)
-        return cls(given, output, output._version)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the output has been written since."""
-        return self.output._version != self.version
+QUERY_INPUT = "input of Q"
+"""Name of the tensor that Q is projected from, among the arguments of a call, once it is known."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,12 +60,10 @@ class EagerCall(LayerCall):
 
     arguments: dict[str, torch.Tensor]
     """Tensors that the module was called with, by name."""
-    observes: bool
-    """Whether the call shows where V comes from, so that it is not sent early."""
-    query_input: torch.Tensor | None = None
-    """Input of Q's projection, once it has been called."""
+    v_source: VSource | None
+    """Where V comes from, if it is sent early."""
     early: dict[str, Projection] = field(default_factory=dict)
-    """Early projections of V, by path."""
+    """Early projections of V, by path, until V reaches USP."""
     requested: dict[str, Projection] = field(default_factory=dict)
     """Projections of V that the processor has asked for, by path."""
     v_handle: Handle | None = None
@@ -92,25 +72,20 @@ class EagerCall(LayerCall):
     """Shape and dtype of the V that was sent."""
 
     @property
-    def structure(self) -> LayerStructure:
-        """Structure of the layer."""
-        return self.signature.structure
-
-    @property
     def num_hidden(self) -> int:
         """Number of hidden states."""
         hidden = hidden_states(self.arguments)
         return 0 if hidden is None else hidden.shape[-2]
 
-    @property
-    def outputs(self) -> dict[str, torch.Tensor]:
-        """Outputs of the projections that the processor has asked for, by path."""
-        return {path: each.output for path, each in self.requested.items()}
+    def request(self, path: str, forward: Callable, given: torch.Tensor) -> torch.Tensor:
+        """Return the output of a projection of V: the early one if its input was the same."""
+        early = self.early.get(path)
+        self.requested[path] = early if early and early.input is given else Projection.of(forward, given)
+        return self.requested[path].output
 
     def drain(self) -> None:
         """Drop the projections, and wait for V's all-to-all unless USP has."""
-        handle, self.v_handle = self.v_handle, None
         self.early.clear()
         self.requested.clear()
-        if handle:
-            handle.drain()
+        if self.v_handle:
+            self.v_handle.drain()

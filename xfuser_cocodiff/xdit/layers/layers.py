@@ -1,4 +1,4 @@
-"""All attention layers of a session, found when the first of them runs, and wrapped from then on."""
+"""All attention layers of a session, each found when it runs, and wrapped from its next call on."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.xdit.layers.call_wrapper import is_wrapped
 from xfuser_cocodiff.xdit.layers.layer import Layer, LayerContext
 from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
-from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModule
+from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModule, layer_name
 
 
 @dataclass(eq=False)
@@ -23,11 +24,12 @@ class Layers(LayerContext):
     """Returns whether calls of transformers are to be counted at the moment."""
     before_call: Callable[[RootModule, tuple, dict[str, Any]], None] = lambda *_: None
     """Called before each call of a transformer is counted, with its arguments."""
-    # Weak, so that the memory of a transformer can be freed.
-    _layers: weakref.WeakKeyDictionary[nn.Module, Layer] = field(init=False, default_factory=weakref.WeakKeyDictionary)
-    _roots: weakref.WeakValueDictionary[int, RootModule] = field(
-        init=False, default_factory=weakref.WeakValueDictionary
+    current: Layer | None = field(init=False, default=None)
+    """The layer whose attention runs."""
+    _roots: weakref.WeakKeyDictionary[nn.Module, RootModule] = field(
+        init=False, default_factory=weakref.WeakKeyDictionary
     )
+    """Transformers with their layers; weak, so that their memory can be freed."""
 
     @contextmanager
     def in_usp(self, value: torch.Tensor) -> Iterator[Handle | None]:
@@ -40,45 +42,21 @@ class Layers(LayerContext):
         Args:
             value: V as USP is given it, shape (B, H, S/P, D).
         """
-        if self.current:
-            yield self.current.claim_v_handle(value)
-            return
         self.current = layer = self.find_layer()
-        if layer is None:
-            yield None
-            return
-        call = layer.begin_call(*arguments_of(layer.module))
         try:
-            yield None
+            if layer is None:
+                yield None
+            elif layer.call:
+                yield layer.claim_v_handle(value)
+            else:
+                with layer.new_call(*arguments_of(layer.module)):
+                    yield None
         finally:
-            self.current = layer.call = None
-        call.end()
+            self.current = None
 
     def find_layer(self) -> Layer | None:
-        """Return the layer whose module runs. With the first one, all modules of its class in its transformer are
-        found, and wrapped from their next call on."""
-        running = list(running_modules())
-        # If a forward is called directly, the running module is the one around it.
-        if running and not is_wrapper(running[0]) and running[0] not in self._layers:
-            module, root = running[0], self._root_of(running)
-            transformer = root.transformer
-            for name, other in transformer.named_modules():
-                if type(other) is type(module) and other not in self._layers:
-                    block = transformer.get_submodule(name.rpartition(".")[0])
-                    self._layers[other] = layer = Layer(name, other, block, root, self)
-                    if self.may_overlap:
-                        layer.install()
-        return next(filter(None, map(self._layers.get, running)), None)
-
-    def _root_of(self, running: Sequence[nn.Module]) -> RootModule:
-        """Return the transformer of running modules, which are given innermost first."""
-        transformer = next(module for module in reversed(running) if not is_wrapper(module))
-        root = self._roots.get(id(transformer))
-        if root is None or root.transformer is not transformer:
-            root = self._roots[id(transformer)] = RootModule(transformer, self.counts_calls, self.before_call)
-        if not root.is_watching(running[-1]):
-            root.watch(running[-1], *arguments_of(running[-1]))
-        return root
+        """Return the layer whose module runs, which is wrapped from its next call on; None outside of any module."""
+        return self._running_layer(None)
 
     def traced_layer(self, path: str) -> BaseLayer | None:
         """Return the layer of a graph that runs, and count its call; None where the graph runs outside of any module.
@@ -86,12 +64,36 @@ class Layers(LayerContext):
         Args:
             path: where the layer was traced.
         """
-        running = list(running_modules())
-        if all(map(is_wrapper, running)):
-            return None
-        layer = self._root_of(running).traced_layer(running, path)
-        layer.count_call()
+        layer = self._running_layer(path)
+        if layer:
+            layer.count_call()
         return layer
+
+    def _running_layer(self, path: str | None) -> Any:
+        """Return the running layer, in the graph of the innermost module of a transformer if a path is given."""
+        running = list(running_modules())
+        if all(map(is_compiler, running)):
+            return None
+        root = self._root_of(running)
+        module = next(module for module in running if module in root.names)
+        key = root.names[module], path
+        if key not in root.layers:
+            name = layer_name(root.transformer, f"{key[0]}.{path or ''}")
+            block = root.transformer.get_submodule(key[0].rpartition(".")[0])
+            root.layers[key] = Layer(name, module, block, root, self) if path is None else BaseLayer(name, root)
+        return root.layers[key]
+
+    def _root_of(self, running: Sequence[nn.Module]) -> RootModule:
+        """Return the transformer of running modules, which are given innermost first, and count its calls."""
+        transformer = next(module for module in reversed(running) if not is_compiler(module))
+        if transformer not in self._roots:
+            self._roots[transformer] = RootModule(transformer, self.counts_calls, self.before_call)
+        root = self._roots[transformer]
+        outer = running[-1]  # the transformer, or torch.compile's wrapper of it
+        if not is_wrapped(outer, root.call_transformer):
+            root.count_call(*arguments_of(outer))
+            self.wrap(outer, root.call_transformer)
+        return root
 
     def end_step(self) -> None:
         """Count branches from zero: a denoising step has ended, or a run begins."""
@@ -99,17 +101,13 @@ class Layers(LayerContext):
             root.calls = 0
 
     def clear(self) -> None:
-        """Restore the modules of all layers, and drop these."""
-        for layer in reversed(list(self._layers.values())):  # outer wrappers go first
-            layer.remove()
-        for root in self._roots.values():
-            root.remove()
-        self._layers.clear()
+        """Restore all modules, and drop the layers."""
+        self.unwrap()
         self._roots.clear()
         self.signatures.clear()
         self.current = None
 
 
-def is_wrapper(module: nn.Module) -> bool:
+def is_compiler(module: nn.Module) -> bool:
     """Return whether a module is torch.compile's wrapper of another one."""
     return WRAPPER in module._modules

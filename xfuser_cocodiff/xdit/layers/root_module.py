@@ -1,13 +1,13 @@
 """The transformer that holds attention layers, and its calls: one for each branch of a denoising step.
 
-In a compiled graph, layers are not modules. A layer is known by the path where it was traced: in the transformer, or in
-one of its blocks where these are compiled one by one. Equal blocks then share a graph, and the stack of running modules
-tells which of them runs.
+The stack of running modules tells which layer runs. In a compiled graph, layers are not modules: they are known by the
+path where they were traced, in the transformer or in one of its blocks. Equal blocks that are compiled one by one share
+a graph.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,98 +43,40 @@ class RootModule:
         """Number of calls in this step, the current one included."""
         self.total_calls = 0
         """Number of calls so far, the current one included."""
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        """Paths of the transformer's modules, filled by the first layer in a graph."""
-        self._traced_layers: dict[tuple[str, str], BaseLayer] = {}
-        """Layers in graphs, by the path of the module whose graph runs and the path in the graph."""
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple:
-        """Let a copy of the transformer have a root that counts nothing."""
-        return RootModule, (nn.Identity(), bool, bool)
-
-    def is_watching(self, outer: nn.Module) -> bool:
-        """Return whether calls of the outermost module are counted; see :meth:`watch`."""
-        compiled = outer._compiled_call_impl
-        return outer in self._hooks if compiled is None else isinstance(compiled, _CountedCall)
-
-    def watch(self, outer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Count the current call of the outermost module, and all later ones.
-
-        Args:
-            outer: the transformer, or torch.compile's wrapper of it: hooks inside of a graph would be traced. A module
-                that was compiled in place has its hooks inside, so that its compiled call is wrapped instead.
-            args: positional arguments of the current call.
-            kwargs: keyword arguments of the current call.
-        """
-        self._count_call(outer, args, kwargs)
-        if (compiled := outer._compiled_call_impl) is not None:
-            outer._compiled_call_impl = _CountedCall(compiled, outer, self)
-        else:
-            self._hooks[outer] = outer.register_forward_pre_hook(self._count_call, with_kwargs=True)
-
-    def _count_call(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._counts_calls():
-            self._before_call(self, args, kwargs)
-            self.calls += 1
-            self.total_calls += 1
-            self.shapes = {name: value.shape for name, value in kwargs.items() if torch.is_tensor(value)}
-            """Shapes of the tensors that were passed by name to the last call."""
+        self.shapes: dict[str, torch.Size] = {}
+        """Shapes of the tensors that were passed by name to the last call."""
+        self.names = weakref.WeakKeyDictionary((module, name) for name, module in transformer.named_modules())
+        """Paths of the transformer's modules."""
+        self.layers: dict[tuple[str, str | None], BaseLayer] = {}
+        """Layers by the path of the module that runs, and the path in its graph; None in eager mode."""
 
     @property
     def transformer(self) -> nn.Module:
         """The transformer; None once it has been freed."""
         return self._transformer()
 
-    def traced_layer(self, running: Sequence[nn.Module], path: str) -> "BaseLayer":
-        """Return the layer of a graph that runs.
+    def call_transformer(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call the transformer, and count that."""
+        self.count_call(args, kwargs)
+        return original(*args, **kwargs)
 
-        Args:
-            running: running modules, innermost first; the graph is that of the first that the transformer holds.
-            path: where the layer was traced.
-        """
-        if not any(module in self._names for module in running):
-            self._names.update((module, name) for name, module in self.transformer.named_modules())
-        key = next(self._names[module] for module in running if module in self._names), path
-        if key not in self._traced_layers:
-            self._traced_layers[key] = BaseLayer(layer_name(self.transformer, *key), self)
-        return self._traced_layers[key]
-
-    def remove(self) -> None:
-        """Remove the hooks from the transformer."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        transformer = self.transformer
-        if transformer is not None and isinstance(transformer._compiled_call_impl, _CountedCall):
-            transformer._compiled_call_impl = transformer._compiled_call_impl.compiled
+    def count_call(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Count a call with these arguments."""
+        if self._counts_calls():
+            self._before_call(self, args, kwargs)
+            self.calls += 1
+            self.total_calls += 1
+            self.shapes = {name: value.shape for name, value in kwargs.items() if torch.is_tensor(value)}
 
 
-def layer_name(transformer: nn.Module, outer: str, path: str) -> str:
-    """Return the longest part of a path that names an attention module: tracing ends inside of it, as in a norm.
-
-    Args:
-        transformer: the transformer.
-        outer: path of the module whose graph was traced.
-        path: where the layer was traced, in that module.
-    """
-    parts = [part for part in (*outer.split("."), *path.split(".")) if part not in ("", WRAPPER)]
+def layer_name(transformer: nn.Module, path: str) -> str:
+    """Return the longest part of a path that names an attention module: tracing ends inside of it, as in a norm."""
+    parts = [part for part in path.split(".") if part not in ("", WRAPPER)]
     for end in range(len(parts), 0, -1):
         with contextlib.suppress(AttributeError):  # no such module, or no attention
             transformer.get_submodule(name := ".".join(parts[:end])).processor  # noqa: B018
             return name
     return ".".join(parts)
-
-
-class _CountedCall:
-    """The compiled call of a transformer that was compiled in place, counted by its root."""
-
-    def __init__(self, compiled: Callable, transformer: nn.Module, root: RootModule) -> None:
-        self.compiled, self._transformer, self._root = compiled, weakref.ref(transformer), root
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._root._count_call(self._transformer(), args, kwargs)
-        return self.compiled(*args, **kwargs)
 
 
 class BaseLayer:

@@ -2,20 +2,19 @@
 
 Whether a call builds V so is decided by structure alone: which projections ran, shapes, memory, version counters. A V
 that is a view of a projection needs no more. A V that was copied on the way does: its processor must be in the table,
-with the same source code, and there are no patches of PipeFusion, whose V processors keep.
+with the same source code.
 """
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from xfuser_cocodiff.xdit.patching import symbol_lookup
+from xfuser_cocodiff.xdit.patching import host, symbol_lookup
 
 Columns = Literal["all", "after Q and K", "after Q and K of each head"]
 """Columns of a projection's output that are V's."""
@@ -24,7 +23,7 @@ Tokens = Literal["all", "first", "last"]
 
 
 class Source(NamedTuple):
-    """Projections of V in an attention module, as paths of submodules."""
+    """Projections of V in an attention module, as names of submodules."""
 
     path: str
     """Projection of the hidden states."""
@@ -67,27 +66,48 @@ PROCESSORS = (
     Copied("xFuserZSingleStreamAttnProcessor", "87b25b1362a9a12a"),
 )
 """Processors that copy V; tests compare the bits of each."""
-PREFIXES = ("", "module.")
-"""Prefixes of the paths: xDiT's wrappers hold the module of diffusers."""
 
 
 def find_source(module: nn.Module) -> Source | None:
-    """Return the projections of V in an attention module, with full paths; None where the table has no row for it."""
-    paths = {path for path, _ in module.named_modules()}
-    for prefix, row in itertools.product(PREFIXES, PROJECTIONS):
-        if prefix + row.path in paths:
-            text_path, query_path = (
-                prefix + name if name and prefix + name in paths else None for name in (row.text_path, row.query_path)
-            )
-            return Source(prefix + row.path, text_path, row.columns, query_path)
-    return None
+    """Return the projections of V in an attention module; None where the table has no row for it."""
+    return next((row for row in PROJECTIONS if row.path in projections_of(module)), None)
+
+
+def projections_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules of an attention module by name: xDiT's wrappers hold the module of diffusers."""
+    return dict((module._modules.get("module") or module).named_children())
 
 
 def find_copied(processor: Any) -> Copied | None:
-    """Return how a processor copies V; None where the table does not have it, or has another version of it."""
+    """Return how a processor copies V; None where the table does not have it, or has another version of it.
+
+    With PipeFusion, processors join V with that of other patches, which they keep from earlier steps.
+    """
     module, name = type(processor).__module__, type(processor).__name__
-    rows = [row for row in PROCESSORS if row.processor == name]
+    rows = [] if host.has_patches() else [row for row in PROCESSORS if row.processor == name]
     return next((row for row in rows if row.digest == symbol_lookup.source_digest(module, f"{name}.__call__")), None)
+
+
+class Projection(NamedTuple):
+    """A projection that has run."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+    version: int
+    """Version counter of the output when it was computed."""
+
+    @classmethod
+    def of(cls, forward: Callable, given: torch.Tensor) -> "Projection":
+        """Compute a projection, outside of inference mode, whose tensors have no version counter."""
+        has_grad = torch.is_grad_enabled()  # read first: inference mode sets its own
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+            output = forward(given)
+        return cls(given, output, output._version)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the output has been written since."""
+        return self.output._version != self.version
 
 
 @dataclass(frozen=True)
@@ -107,13 +127,13 @@ class Recipe:
     is_view: bool = True
     """Whether V is a view of the projection."""
 
-    def build(self, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> torch.Tensor:
-        """Return V, built from the outputs of projections by path and the number of hidden states.
+    def build(self, projections: Mapping[str, Projection], num_hidden: int) -> torch.Tensor:
+        """Return V, built from projections by path and the number of hidden states.
 
         Raises:
             RuntimeError: shapes do not fit the recipe; also IndexError and ValueError.
         """
-        parts = [self._v_heads(_with_batch_dim(outputs[path])) for path in self.paths]
+        parts = [self._v_heads(projections[path].output) for path in self.paths]
         joint = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if self.tokens != "all":
             joint = joint.narrow(1, joint.shape[1] - num_hidden if self.tokens == "last" else 0, num_hidden)
@@ -123,16 +143,17 @@ class Recipe:
         missing = self.heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
-    def fits(self, value: torch.Tensor, outputs: Mapping[str, torch.Tensor], num_hidden: int) -> bool:
+    def fits(self, value: torch.Tensor, projections: Mapping[str, Projection], num_hidden: int) -> bool:
         """Return whether V may be built so: by its shape and dtype, and where it is a view, by its place in memory."""
         with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
-            built = self.build(outputs, num_hidden)
+            built = self.build(projections, num_hidden)
             is_same_kind = built.shape == value.shape and built.dtype == value.dtype
             return is_same_kind and (not self.is_view or _place(built) == _place(value))
         return False
 
     def _v_heads(self, output: torch.Tensor) -> torch.Tensor:
         """Return V in a projection's output, shape (B, S, heads, D), as a view."""
+        output = output.unsqueeze(0) if output.ndim == 2 else output  # Cosmos3 has no batch dim
         if self.columns == "after Q and K of each head":
             return output.unflatten(-1, (-1, 3 * self.head_dim)).narrow(-1, 2 * self.head_dim, self.head_dim)
         width = self.heads * self.head_dim
@@ -140,38 +161,39 @@ class Recipe:
         return columns.unflatten(-1, (-1, self.head_dim))
 
 
+class VSource(NamedTuple):
+    """Where a layer's V comes from."""
+
+    recipe: Recipe
+    inputs: Mapping[str, str]
+    """Name of the input of each projection, by path."""
+
+
 def find_recipe(
-    value: torch.Tensor, source: Source, copied: Copied | None, outputs: Mapping[str, torch.Tensor], num_hidden: int
+    value: torch.Tensor, source: Source, processor: Any, projections: Mapping[str, Projection], num_hidden: int
 ) -> Recipe | None:
-    """Return how V was built from outputs of projections; None where that is unknown. No values are read.
+    """Return how V was built from projections; None where that is unknown. No values are read.
 
     Args:
         value: V, shape (B, H, S, D).
         source: projections of the module.
-        copied: how its processor copies V, if it does.
-        outputs: of the projections that have run, by path.
+        processor: of the module.
+        projections: those that have run, by path.
         num_hidden: number of hidden states.
     """
-    _, heads, _, head_dim = value.shape
-    of = functools.partial(Recipe, columns=source.columns, heads=heads, head_dim=head_dim)
+    if source.path not in projections:
+        return None
+    of = functools.partial(Recipe, columns=source.columns, heads=value.shape[1], head_dim=value.shape[3])
     recipes = [of((source.path,), tokens=tokens) for tokens in ("all", "first", "last")]  # some cut off the text's V
-    if copied:
-        is_in_front = copied.text == "in front"
-        repeats = max(heads * head_dim // outputs[source.path].shape[-1], 1) if copied.repeats_heads else 1
-        of = functools.partial(of, repeats=repeats, is_view=False)
-        if source.text_path in outputs:
-            paths = (source.text_path, source.path) if is_in_front else (source.path, source.text_path)
-            recipes.append(of(paths, tokens="all"))
-        recipes += [of((source.path,), tokens=tokens) for tokens in ("all", "last" if is_in_front else "first")]
-    return next((recipe for recipe in recipes if recipe.fits(value, outputs, num_hidden)), None)
+    if copied := find_copied(processor):
+        repeats = max(value.shape[1] * value.shape[3] // projections[source.path].output.shape[-1], 1)
+        of = functools.partial(of, tokens="all", repeats=repeats if copied.repeats_heads else 1, is_view=False)
+        streams = (source.text_path, source.path) if copied.text == "in front" else (source.path, source.text_path)
+        recipes += [of(tuple(path for path in streams if path in projections)), of((source.path,))]
+    return next((recipe for recipe in recipes if recipe.fits(value, projections, num_hidden)), None)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     """Return where a tensor lies in memory. Dims of size 1 have any stride."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.data_ptr(), tuple(stride for size, stride in strides if size > 1)
-
-
-def _with_batch_dim(output: torch.Tensor) -> torch.Tensor:
-    """Return the output of a projection as (B, S, columns)."""
-    return output.unsqueeze(0) if output.ndim == 2 else output
