@@ -96,6 +96,12 @@ def activate(pipeline: Any = None) -> None:
             warn_once(f"{feature} is off: {reason}; install a tested version of {reason.partition('.')[0]}")
 
 
+def switch_layers(is_on: bool) -> None:
+    """Let the plugin act in the layers, or stock's functions run there; see :meth:`PatchSet.switch_layers`."""
+    if _installed is not None:
+        _installed.switch_layers(is_on)
+
+
 def _activate_for_config() -> list[str]:
     """Activate the plugin, and return the features that are off, which must be the same on all ranks."""
     activate()
@@ -122,8 +128,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     kernels = attention_kernels.patches(attention_kernels.xpu_kernel()) if is_xpu else []
     in_steps = [
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
-        *all_to_all.patches(),
-        *usp.patches(),
+        *(replace(patch, in_layers=True) for patch in (*all_to_all.patches(), *usp.patches())),
         *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
         *host.REQUIRED,
@@ -134,7 +139,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *_of_feature("attention kernels with a log-sum-exp", kernels),
         *flags.patches(_activate_for_config),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
-        *startup.patches(activate),
+        *startup.patches(activate, switch_layers),
         *(replace(patch, on_activation=True) for patch in in_steps),
         *(replace(patch, on_activation=not tracker.listeners) for patch in runs),
     ]

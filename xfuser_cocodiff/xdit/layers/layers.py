@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.xdit.layers.call_wrapper import is_wrapped
+from xfuser_cocodiff.xdit.layers.call_wrapper import CallWrapper, is_wrapped
 from xfuser_cocodiff.xdit.layers.layer import Layer, LayerContext
 from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
 from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModule, layer_name
@@ -30,6 +30,8 @@ class Layers(LayerContext):
         init=False, default_factory=weakref.WeakKeyDictionary
     )
     """Transformers with their layers; weak, so that their memory can be freed."""
+    _transformers: weakref.WeakSet[CallWrapper] = field(init=False, default_factory=weakref.WeakSet)
+    """Wrappers of transformers, which hold them."""
 
     @contextmanager
     def in_usp(self, value: torch.Tensor) -> Iterator[Handle | None]:
@@ -92,7 +94,7 @@ class Layers(LayerContext):
         outer = running[-1]  # the transformer, or torch.compile's wrapper of it
         if not is_wrapped(outer, root.call_transformer):
             root.count_call(*arguments_of(outer))
-            self.wrap(outer, root.call_transformer)
+            self._transformers.add(CallWrapper(outer, root.call_transformer))
         return root
 
     def end_step(self) -> None:
@@ -100,9 +102,17 @@ class Layers(LayerContext):
         for root in self._roots.values():
             root.calls = 0
 
+    def unwrap_layers(self) -> None:
+        """Restore all modules but transformers. Layers that run again are wrapped again."""
+        self.unwrap()
+        for root in self._roots.values():
+            root.layers.clear()
+
     def clear(self) -> None:
         """Restore all modules, and drop the layers."""
-        self.unwrap()
+        self.unwrap_layers()
+        for wrapper in list(self._transformers):
+            wrapper.remove()
         self._roots.clear()
         self.signatures.clear()
         self.current = None

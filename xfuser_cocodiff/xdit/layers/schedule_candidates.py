@@ -42,6 +42,11 @@ class ScheduleCandidates:
         """Candidate by which the next layer runs: the chosen one, else the one under test."""
         return self.at(self.candidate) if self.chosen is None or self.is_held else self.chosen
 
+    @property
+    def runs_stock(self) -> bool:
+        """Whether stock's attention was chosen, by all ranks."""
+        return self.chosen is not None and self.chosen.stock and not self.is_held
+
     def at(self, index: int) -> OverlapSchedule:
         """Return the candidate of an index; the plugin's where the layers have fewer candidates than others."""
         return self.schedules[index if index < len(self.schedules) else PLUGIN]

@@ -33,6 +33,8 @@ class Patch:
     """Returns whether the installed host needs the patch; None where any does."""
     on_activation: bool = False
     """Whether the patch is applied only once the plugin is activated, rather than when its module is imported."""
+    in_layers: bool = False
+    """Whether it acts in each layer, and may be suspended; see :meth:`PatchSet.switch_layers`."""
     feature: str | None = None
     """What is off if the host does not fit; None if without the patch the plugin cannot work, or results are wrong."""
 
@@ -121,6 +123,17 @@ class PatchSet:
         self.holders += added
         in_steps = [done for done in self.applied if done.patch.on_activation]
         _replace([vars(each()) for each in added], [(done, done.original, done.replacement) for done in in_steps])
+
+    def switch_layers(self, is_on: bool) -> None:
+        """Let the patches that act in each layer have effect, or the host's own functions run there meanwhile."""
+        changes = [
+            (done, *((done.original, done.replacement) if is_on else (done.replacement, done.original)))
+            for done in self.applied
+            if done.patch.in_layers
+        ]
+        for done, _, new in changes:
+            setattr(done.owner, done.attribute, new)
+        self._replace_copies(changes)
 
     def uninstall(self) -> None:
         """Restore every symbol, in reverse order, and all copies of it in modules and holders."""

@@ -4,6 +4,7 @@ It is an attribute of xDiT's runtime state, and ends with it: sessions of one pr
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -35,7 +36,7 @@ from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
@@ -84,6 +85,10 @@ class Session:
     """xDiT's config and the plugin's that the session was started with."""
     overlap: Overlap = field(default_factory=Overlap)
     """Overlap options that are set; the others are tuned."""
+    switch_layers: Callable[[bool], None] = lambda is_on: None
+    """Called with whether the plugin acts in the layers; else stock's functions run there."""
+    rests: bool = False
+    """Whether stock runs in all layers, without any code of the plugin: nothing else is faster."""
     layers: Layers = field(init=False)
     """Attention layers."""
     runs: Runs = field(init=False)
@@ -99,8 +104,10 @@ class Session:
         self.runs = Runs(self.runtime, self.all_agree)
         self.layers = Layers(
             *(self._overlaps, self.start_value, self.overlap.v_first is not False),
-            *(self._counts_calls, self.runs.before_call),
+            *(self._counts_calls, self._before_call),
         )
+        self._sizes: set[int] = set()
+        """Sizes of the inputs of transformers so far: layers of another size are tuned apart."""
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
@@ -162,6 +169,7 @@ class Session:
         try:
             self.abandon_traced_call()  # fails if a rank is lost
         finally:
+            self._rest(False)
             self.layers.clear()
             self.runs.clear()
             if self.mesh:
@@ -204,7 +212,7 @@ class Session:
     @property
     def is_tuned(self) -> bool:
         """Whether overlap schedules are chosen, so that later steps run as this one."""
-        return self.schedule_tuner is None or self.schedule_tuner.state is State.CHOSEN
+        return self.rests or self.schedule_tuner is None or self.schedule_tuner.state is State.CHOSEN
 
     def save_tuning(self) -> None:
         """Save all tuning results for the next process; one rank of each group does."""
@@ -231,6 +239,22 @@ class Session:
         """Return whether communication may overlap with computation at the moment."""
         has_ranks = self.mesh is not None and self.mesh.topology.size > 1
         return has_ranks and not self.uses_stock_usp and self._counts_calls()
+
+    def _before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Set the run of a transformer's call, and whether the plugin acts in its layers, the same on all ranks."""
+        self.runs.before_call(root, args, kwargs)
+        tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
+        size = sum(each.numel() for each in tensors).bit_length()
+        candidates = self._candidates() if size in self._sizes and self.runtime is None else []
+        self._sizes.add(size)
+        self._rest(bool(candidates) and all(each.runs_stock for each in candidates))
+
+    def _rest(self, rests: bool) -> None:
+        if rests != self.rests:
+            self.rests = rests
+            self.switch_layers(not rests)
+            if rests:
+                self.layers.unwrap_layers()
 
     def begin_run(self, total: int | None = None, owner: Any = None) -> Run:
         """Begin a run; see :meth:`Runs.begin`.

@@ -41,24 +41,27 @@ from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoD
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER
 
 
-def patches(activate: Callable[[Any], None]) -> list[Patch]:
+def patches(activate: Callable[[Any], None], switch_layers: Callable[[bool], None]) -> list[Patch]:
     """Return the patch that starts a session with each xDiT engine.
 
     Args:
         activate: called with the pipeline of an engine that uses the plugin.
+        switch_layers: called with whether the plugin acts in the layers; else stock's functions run there.
     """
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "initialize_runtime_state",
             "a session starts with each engine, once all ranks have started",
-            functools.partial(_with_session, activate),
+            functools.partial(_with_session, activate, switch_layers),
             ("pipeline", "engine_config"),
         ),
     ]
 
 
-def _with_session(activate: Callable[[Any], None], original: Callable) -> Callable:
+def _with_session(
+    activate: Callable[[Any], None], switch_layers: Callable[[bool], None], original: Callable
+) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         # A runner with a pipeline wrapper initializes its engine twice: the wrapper does too.
@@ -76,6 +79,7 @@ def _with_session(activate: Callable[[Any], None], original: Callable) -> Callab
         state = host.runtime_state()
         if engine_config is not None and state is not None:
             state.cocodiff = session = start_session(pipeline, engine_config) if starts else session
+            session.switch_layers = switch_layers
             session.origin = engine_config, _config_of(engine_config)
             session.model = type(getattr(pipeline, "transformer", None)).__name__
             session.is_compiled = engine_config.runtime_config.use_torch_compile
