@@ -259,16 +259,13 @@ def test_ring_and_ulysses_group_are_weighed_together() -> None:
         assert (one.ring_codecs(CodedCall("a", 1, 0, SIZES)) is not None) == is_coded
 
 
-@pytest.mark.parametrize(("gathers_lossless", "sent_bytes"), [(False, 64 * 4 // 2), (True, 2 * 8 * 4)])
-def test_bytes_of_lossless_layers_are_those_of_their_exchange(gathers_lossless: bool, sent_bytes: int) -> None:
-    """Half of all values by heads; or K and V as a whole, which have fewer heads than Q."""
+def test_bytes_of_lossless_layers_are_those_by_heads() -> None:
     dear = CodingCost(link_seconds_per_byte=0.0, host_seconds_per_tensor=1.0)
     one = CodecRuntime(two_nodes(coding_cost=dear), "balanced", None, list)
     one.begin_run(3)
-    sizes = SIZES._replace(num_v_values=8)
-    assert one.layer_codecs(CodedCall("blocks.3", 1, 0, sizes, gathers_kv=True), gathers_lossless) is None
+    assert one.layer_codecs(CodedCall("blocks.3", 1, 0, SIZES, gathers_kv=True)) is None
     one.end_step()
-    assert one.reports[0].sent_bytes == one.reports[0].exact_bytes == sent_bytes
+    assert one.reports[0].sent_bytes == one.reports[0].exact_bytes == 64 * 4 // 2  # half of all values
 
 
 def is_stateless(layer_codecs: LayerCodecs) -> bool:

@@ -80,14 +80,14 @@ def reinstall(rank: int) -> tuple[bool, list[str], list[str]]:
 
     from tests.xdit.integration.snapshot import everything
     from xfuser_cocodiff.xdit.patching import log
-    from xfuser_cocodiff.xdit.session import graph_order
+    from xfuser_cocodiff.xdit.session import graph_passes
 
     xfuser_cocodiff.uninstall()
     is_stock = "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
     before = everything()
     assert xfuser_cocodiff.install()
     activation.activate()
-    assert graph_order.add_send_pass()
+    assert graph_passes.overlap_collectives()
     log.warn_once("a message")
     during = everything()
     xfuser_cocodiff.uninstall()
@@ -115,7 +115,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
         from tests.xdit.integration.snapshot import everything
         from xfuser_cocodiff.lab.reporting import environment
         from xfuser_cocodiff.xdit.integration import activation
-        from xfuser_cocodiff.xdit.session import graph_order
+        from xfuser_cocodiff.xdit.session import graph_passes
         from xfuser_cocodiff.xdit.patching import log
 
         def recorded():
@@ -132,7 +132,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
         assert xfuser_cocodiff.install()
         activation.activate()
         assert script.USP is xfuser.model_executor.layers.usp.USP
-        assert graph_order.add_send_pass()
+        assert graph_passes.overlap_collectives()
         log.warn_once("a message")
         during, without = everything(), recorded()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename

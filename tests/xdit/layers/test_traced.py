@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 
 X = torch.ones(1)
 
@@ -64,6 +59,11 @@ class Wrapper(nn.Module):
         return self._orig_mod(*args)
 
 
+def graph_layer(layers: Layers, path: str) -> BaseLayer:
+    with layers.in_graph(path):
+        return layers.current
+
+
 def new_layers(before_call: Callable = lambda *_: None) -> Layers:
     return Layers(lambda: True, lambda *_: None, True, lambda: True, before_call)
 
@@ -71,7 +71,7 @@ def new_layers(before_call: Callable = lambda *_: None) -> Layers:
 @pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])
 def test_a_layer_in_a_graph_is_named_by_its_path(path: str) -> None:
     layers, found = new_layers(), []
-    transformer = Transformer(lambda: found.append([layers.traced_layer(each) for each in (path, "blocks.1.cross")]))
+    transformer = Transformer(lambda: found.append([graph_layer(layers, each) for each in (path, "blocks.1.cross")]))
     transformer(X)
     transformer(X)
     (first, other), (second, _) = found
@@ -82,7 +82,7 @@ def test_a_layer_in_a_graph_is_named_by_its_path(path: str) -> None:
 def test_blocks_that_share_a_graph_have_their_own_layers() -> None:
     layers, names = new_layers(), []
     # Some backends run graphs as modules, which the transformer does not know.
-    graph = Graph(lambda: names.append(layers.traced_layer("attn").name))
+    graph = Graph(lambda: names.append(graph_layer(layers, "attn").name))
     transformer = Transformer(of_blocks=lambda: graph(X))
     transformer.blocks = nn.ModuleList(map(Wrapper, transformer.blocks))
     transformer(X)
@@ -93,7 +93,7 @@ def test_blocks_that_share_a_graph_have_their_own_layers() -> None:
 def test_calls_of_a_compiled_transformer_are_counted(how: str) -> None:
     called, found = [], []
     layers = new_layers(lambda root, args, kwargs: called.append(args))
-    transformer = Transformer(lambda: found.append(layers.traced_layer("blocks.0.attn")))
+    transformer = Transformer(lambda: found.append(graph_layer(layers, "blocks.0.attn")))
     outer = Wrapper(transformer) if how == "whole" else transformer
     if how == "in place":
         transformer._compiled_call_impl = transformer._call_impl
@@ -108,11 +108,3 @@ def test_calls_of_a_compiled_transformer_are_counted(how: str) -> None:
     transformer.call_layers = lambda: None
     outer(X)
     assert root.calls == 3
-
-
-def test_close_drains_all_to_alls_after_an_error() -> None:
-    session, ended, ulysses = Session(), [], UlyssesAttention(None)
-    ulysses._inputs.append(Handle(Label("qkv"), lambda: ended.append(True)))
-    session.begin_traced_call(TracedCall(OverlapSchedule(), layer=None, ulysses=ulysses))
-    session.close()
-    assert ended == [True] and session.traced_call is None

@@ -64,9 +64,9 @@ class Transformer(nn.Module):
         kwargs = {"timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
         if self.root is None:
             self.root = RootModule(self, lambda: True, self.session.runs.before_call)
-            self.root.watch(self, (request,), kwargs)
             self.session.roots.append(self.root)
         root = self.root
+        root.count_call((request,), kwargs)
         if root.run is None:
             return False
         layer_codecs = self.session.runtime.layer_codecs(CodedCall("a", id(self), root.calls - 1, SIZES, id(root)))

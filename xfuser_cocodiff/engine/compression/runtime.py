@@ -188,14 +188,13 @@ class CodecRuntime:
             state.stats = CodecStats()
         return StartedReport(report, not self._checks_after_step, self._errors.start_readout())
 
-    def layer_codecs(self, call: CodedCall, gathers_lossless: bool = False) -> LayerCodecs | None:
+    def layer_codecs(self, call: CodedCall) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group at this step, or None if it is lossless.
 
         Args:
             call: the call of the layer.
-            gathers_lossless: whether K and V are gathered if the layer is lossless; by heads when not given.
         """
-        state = self._coded_state(call, gathers_lossless)
+        state = self._coded_state(call)
         return self._codecs_of(state, call, self._partition) if state else None
 
     def ring_codecs(self, call: CodedCall) -> LayerCodecs | None:
@@ -203,7 +202,7 @@ class CodecRuntime:
         state = self._coded_state(call)
         return self._codecs_of(state, call, self._ring_partition, is_ring=True) if state else None
 
-    def _coded_state(self, call: CodedCall, gathers_lossless: bool = False) -> LayerState | None:
+    def _coded_state(self, call: CodedCall) -> LayerState | None:
         """Return the state of a layer that is called; None outside of runs and for lossless layers."""
         if not self.is_running:
             return None
@@ -213,7 +212,7 @@ class CodecRuntime:
         state = self.store.state_of(call)
         if not state.is_exact:
             return state
-        sent_bytes = call.sizes.slow_axis_bytes(*self.store.coordinates(gathers_lossless))
+        sent_bytes = call.sizes.slow_axis_bytes(*self.store.coordinates(False))
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 

@@ -20,5 +20,5 @@ def traced_path() -> str:
     return ""
 
 
-# See :func:`add_send_pass`.
+# See :func:`overlap_collectives`.
 traced_path._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from xfuser_cocodiff.xdit.attention import custom_ops, eager_attention
 from xfuser_cocodiff.xdit.attention.usp_call import USPCall
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
-from xfuser_cocodiff.xdit.session.graph_order import add_send_pass
+from xfuser_cocodiff.xdit.session.graph_passes import overlap_collectives
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 
@@ -41,25 +41,22 @@ def _with_overlap(original: Callable) -> Callable:
 
 
 def _compiled_attention(call: USPCall, session: Session) -> torch.Tensor:
-    """Compute attention in a compiled graph: in lossy modes by custom operators, else by collectives that PyTorch
+    """Compute attention in a compiled graph: in lossy modes by a custom operator, else by collectives that PyTorch
     traces, which CUDA graphs can capture."""
     mesh = session.mesh
-    if not call.is_supported():
+    if not call.is_supported() or mesh.topology.size == 1:
         return call.compute_by_xdit()
-    if mesh.topology.size == 1 or not add_send_pass():
-        return call.padded(mesh.topology.size).compute_by_xdit()
-    gathers_kv = call.gathers_coded
-    inputs = call.inputs(session.gather if gathers_kv else None, with_ring=False)
+    if session.runtime and custom_ops.supports(call):
+        return custom_ops.attention(call)
+    overlap_collectives()
+    inputs = call.inputs(None, with_ring=False)
     query, key, value = inputs.tensors
-    attend = inputs.attend_with(None, "")
-    if session.runtime:
-        num_gathered = session.gather.num_slow if gathers_kv else 1
-        return custom_ops.attention(query, key, value, attend, session.head_degree(gathers_kv), num_gathered)
     if session.sends_v_first(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
     else:
         query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh)
+    attend = inputs.attend_with(None, "")
     return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh)[0]
 
 

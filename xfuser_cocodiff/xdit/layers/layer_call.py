@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, hidden_states
-from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 from xfuser_cocodiff.xdit.layers.v_source import Projection, VSource
 
 
@@ -39,15 +37,6 @@ class LayerCall:
             # A step without references has other messages than the steps that are to be timed.
             is_keyframe = self.layer_codecs is not None and self.layer_codecs.is_keyframe
             self.signature.candidates.count_call(is_representative=not (is_keyframe or self.is_restarted))
-
-
-@dataclass(eq=False, kw_only=True)
-class TracedCall(LayerCall):
-    """A call in a compiled graph."""
-
-    layer: BaseLayer | None
-    """Layer of the call; None where the graph runs outside of any module."""
-    ulysses: UlyssesAttention
 
 
 QUERY_INPUT = "input of Q"

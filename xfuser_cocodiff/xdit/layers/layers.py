@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.xdit.layers.call_wrapper import CallWrapper, is_wrapped
 from xfuser_cocodiff.xdit.layers.layer import Layer, LayerContext
+from xfuser_cocodiff.xdit.layers.layer_call import LayerCall
 from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
 from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModule, layer_name
 
@@ -24,7 +26,7 @@ class Layers(LayerContext):
     """Returns whether calls of transformers are to be counted at the moment."""
     before_call: Callable[[RootModule, tuple, dict[str, Any]], None] = lambda *_: None
     """Called before each call of a transformer is counted, with its arguments."""
-    current: Layer | None = field(init=False, default=None)
+    current: BaseLayer | None = field(init=False, default=None)
     """The layer whose attention runs."""
     _roots: weakref.WeakKeyDictionary[nn.Module, RootModule] = field(
         init=False, default_factory=weakref.WeakKeyDictionary
@@ -44,7 +46,7 @@ class Layers(LayerContext):
         Args:
             value: V as USP is given it, shape (B, H, S/P, D).
         """
-        self.current = layer = self.find_layer()
+        layer = self.current = self.find_layer()
         try:
             if layer is None:
                 yield None
@@ -60,16 +62,23 @@ class Layers(LayerContext):
         """Return the layer whose module runs, which is wrapped from its next call on; None outside of any module."""
         return self._running_layer(None)
 
-    def traced_layer(self, path: str) -> BaseLayer | None:
-        """Return the layer of a graph that runs, and count its call; None where the graph runs outside of any module.
+    @contextmanager
+    def in_graph(self, path: str) -> Iterator[None]:
+        """Have the layer of a graph that runs as :attr:`current`; none where the graph runs outside of any module.
 
         Args:
             path: where the layer was traced.
         """
-        layer = self._running_layer(path)
+        self.current = layer = self._running_layer(path)
         if layer:
             layer.count_call()
-        return layer
+            layer.call = LayerCall(OverlapSchedule())
+        try:
+            yield
+        finally:
+            self.current = None
+            if layer:
+                layer.call = None
 
     def _running_layer(self, path: str | None) -> Any:
         """Return the running layer, in the graph of the innermost module of a transformer if a path is given."""

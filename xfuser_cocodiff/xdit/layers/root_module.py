@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-
 WRAPPER = "_orig_mod"
 """Name of the original module in torch.compile's wrapper."""
 
@@ -93,8 +91,6 @@ class BaseLayer:
         """The current call."""
         self.is_repeated = False
         """Whether the layer has been called before in the current call of the transformer."""
-        self.sizes: dict[torch.Size, LayerSizes] = {}
-        """Sizes of its tensors in a graph, by the shape of V."""
         self._root_call = 0
         """Number of the transformer's call in which the layer was called last."""
 
@@ -102,6 +98,10 @@ class BaseLayer:
         """Count a call."""
         self.is_repeated = self._root_call == self.root.total_calls
         self._root_call = self.root.total_calls
+
+    def take_deferred(self) -> list:
+        """Return what may be computed while Q, K and V are in flight; nothing in a graph."""
+        return []
 
     @property
     def branch(self) -> int:

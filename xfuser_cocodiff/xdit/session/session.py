@@ -33,7 +33,6 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.xdit.layers.layer import Layer
-from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
@@ -41,7 +40,7 @@ from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
-from xfuser_cocodiff.xdit.session import graph_order
+from xfuser_cocodiff.xdit.session import graph_passes
 from xfuser_cocodiff.xdit.session.runs import Run, Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
 from xfuser_cocodiff.xdit.session.simulator import Simulator
@@ -95,8 +94,6 @@ class Session:
     """Runs of pipelines and samplers."""
     traffic: Traffic = field(init=False)
     """Statistics of the communication, also of stock's while it is recorded."""
-    traced_call: TracedCall | None = field(init=False, default=None)
-    """Call of a layer that a graph has begun and not ended."""
     schedule_tuner: ScheduleTuner | None = field(init=False, default=None)
     """Autotuner of overlap schedules; None without a mesh."""
 
@@ -166,15 +163,12 @@ class Session:
 
     def close(self) -> None:
         """Restore all modules, end all runs and the comm stream's thread, and restore Inductor's settings."""
-        try:
-            self.abandon_traced_call()  # fails if a rank is lost
-        finally:
-            self._rest(False)
-            self.layers.clear()
-            self.runs.clear()
-            if self.mesh:
-                self.mesh.comm_stream.close()
-            graph_order.restore()
+        self._rest(False)
+        self.layers.clear()
+        self.runs.clear()
+        if self.mesh:
+            self.mesh.comm_stream.close()
+        graph_passes.restore()
 
     def was_just_started(self, engine_config: Any, config: CocoDiffConfig | None) -> bool:
         """Return whether the session was started with these very configs, and no layer or run has used it since."""
@@ -297,7 +291,6 @@ class Session:
             check.check()
 
     def _reset_branches(self) -> None:
-        self.abandon_traced_call()
         self.layers.end_step()
 
     # Agreement of ranks.
@@ -320,29 +313,6 @@ class Session:
 
     # Calls of layers.
 
-    def begin_traced_call(self, call: TracedCall) -> None:
-        """Begin a call of a layer in a graph."""
-        self.abandon_traced_call()
-        self.traced_call = call
-        if call.layer:
-            call.layer.call = call
-
-    def end_traced_call(self) -> torch.Tensor:
-        """End the call of a layer in a graph, and return O."""
-        call = self.traced_call
-        result = call.ulysses.wait_output()
-        call.end()
-        self.abandon_traced_call()  # the call would keep O alive
-        return result
-
-    def abandon_traced_call(self) -> None:
-        """Drain the all-to-alls of a call that an error has interrupted: peers take part in them."""
-        call, self.traced_call = self.traced_call, None
-        if call:
-            if call.layer:
-                call.layer.call = None
-            call.ulysses.drain()
-
     def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes, gathers_kv: bool = False) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group in this call, the same on all ranks; None where it is lossless.
 
@@ -357,11 +327,10 @@ class Session:
         if call is not None and call.layer_codecs is not None:
             return call.layer_codecs
         root = layer.root
-        in_graph = gathers_kv and isinstance(call, TracedCall)  # whose exchange is fixed even if the layer is lossless
         if self.simulator and self.simulator.is_ring:
             return self.ring_codecs(layer, sizes)
         of_layer = layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches
-        codecs = self.runtime.layer_codecs(CodedCall(*of_layer, gathers_kv), in_graph)
+        codecs = self.runtime.layer_codecs(CodedCall(*of_layer, gathers_kv))
         if self.reference_check:
             self.reference_check.note(layer.name, codecs, self.ranks)
         if call is not None and codecs is not None:  # the first call of a layer is not wrapped yet
