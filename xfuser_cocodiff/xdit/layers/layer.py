@@ -27,7 +27,7 @@ from xfuser_cocodiff.xdit.layers.layer_call import QUERY_INPUT, EagerCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerSignatures, LayerStructure
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
-from xfuser_cocodiff.xdit.layers.v_source import VSource, find_recipe, find_source, projections_of
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipe, find_source, projections_of
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
 
@@ -67,22 +67,22 @@ class Layer(BaseLayer):
     Args:
         name: path of the module in the transformer.
         module: the attention module.
-        block: the module that holds it.
         root: the transformer.
         context: shared with all other layers.
     """
 
-    def __init__(self, name: str, module: nn.Module, block: nn.Module, root: RootModule, context: LayerContext) -> None:
+    def __init__(self, name: str, module: nn.Module, root: RootModule, context: LayerContext) -> None:
         super().__init__(name, root)
         # Wrapped modules hold this layer, not the other way round: a cycle would keep weights alive.
         self._module_ref, self._context = weakref.ref(module), context
         self.call: EagerCall | None = None
         self._signature: LayerSignature | None = None
         """Signature of the last call."""
-        self._v_sources: dict[LayerStructure, VSource] = {}
-        """Where V comes from, by structure of the calls that have shown it."""
+        self._recipes: dict[LayerStructure, Recipe] = {}
+        """How V is built, by structure of the calls that have shown it."""
         self._deferred: weakref.WeakSet[Deferred] = weakref.WeakSet()
         """Parts of the block's MLP that were called, and not computed yet."""
+        block = root.transformer.get_submodule(name.rpartition(".")[0])
         self._has_parallel_mlp = has_parallel_mlp(block)
         if context.may_overlap:
             self._wrap_calls(module, block)
@@ -121,7 +121,7 @@ class Layer(BaseLayer):
     def _call_projection(self, path: str, original: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the early projection where it has the same input, else project."""
         call = self.call
-        is_recorded = call and (call.v_source or not call.signature.structure.refusal)
+        is_recorded = call and (call.recipe or not call.signature.structure.refusal)
         if not is_recorded or args or kwargs:
             return original(given, *args, **kwargs)
         return call.request(path, original, given)
@@ -150,8 +150,8 @@ class Layer(BaseLayer):
         self._signature = signature = self._context.signatures.of_call(self.module, tensors, host.backend_name())
         signature.has_parallel_mlp = self._has_parallel_mlp
         schedule = signature.schedule
-        v_source = self._v_sources.get(signature.structure) if schedule.v_first else None
-        self.call = call = EagerCall(schedule, signature, arguments=tensors, v_source=v_source)
+        recipe = self._recipes.get(signature.structure) if schedule.v_first else None
+        self.call = call = EagerCall(schedule, signature, arguments=tensors, recipe=recipe)
         try:
             yield
         finally:
@@ -164,19 +164,18 @@ class Layer(BaseLayer):
     def _project_early(self) -> None:
         """Project V and start its all-to-all, once all inputs of its projections are known."""
         call = self.call
-        if call.v_source is None or call.early or call.requested:
+        if call.recipe is None or call.early or call.requested:
             return
-        recipe, inputs = call.v_source
-        if not all(name in call.arguments for name in inputs.values()):
+        arguments, projections = call.recipe.arguments, projections_of(self.module)
+        if not call.arguments.keys() >= {*arguments.values()}:
             return
-        projections = projections_of(self.module)
         # A LoRA replaces projections, and is loaded on all ranks.
-        if not all(is_wrapped(projections[path]) and not is_prefetched(projections[path]) for path in inputs):
+        if not all(is_wrapped(projections[path]) and not is_prefetched(projections[path]) for path in arguments):
             return
-        for path, name in inputs.items():
+        for path, name in arguments.items():
             projections[path](call.arguments[name])
         call.early, call.requested = call.requested, {}
-        value = recipe.build(call.early, call.num_hidden)
+        value = call.recipe.build(call.early, call.num_hidden)
         call.v_handle, call.v_kind = self._context.send_v(value, self), (value.shape, value.dtype)
 
     def claim_v_handle(self, value: torch.Tensor) -> Handle | None:
@@ -188,16 +187,16 @@ class Layer(BaseLayer):
         """
         call, structure = self.call, self.call.signature.structure
         structure.reaches_usp = True
-        if not (structure in self._v_sources or structure.refusal):
+        if not (structure in self._recipes or structure.refusal):
             self._observe(value)
         early, call.early = call.early, {}  # the message holds a copy
         if not early:
             return None
         if (value.shape, value.dtype) != call.v_kind:  # on all ranks, since an all-to-all needs equal shapes
             call.v_handle.drain()
-            del self._v_sources[structure]  # the next call shows it again
+            del self._recipes[structure]  # the next call shows it again
             return None
-        recipe = call.v_source.recipe
+        recipe = call.recipe
         is_intact = all(call.requested.get(path) is each and not each.is_written for path, each in early.items())
         if not is_intact or (recipe.is_view and not recipe.fits(value, early, call.num_hidden)):
             raise RuntimeError(
@@ -207,15 +206,12 @@ class Layer(BaseLayer):
         return call.v_handle
 
     def _observe(self, value: torch.Tensor) -> None:
-        """Set where V comes from, or the reason why it does not go first."""
+        """Set how V is built, or the reason why it does not go first."""
         call, structure = self.call, self.call.signature.structure
-        names = {id(tensor): name for name, tensor in reversed(call.arguments.items())}
-        known = {path: each for path, each in call.requested.items() if id(each.input) in names and not each.is_written}
         processor = getattr(self.module, "processor", None)
-        recipe = find_recipe(value, structure.source, processor, known, call.num_hidden)
+        recipe = find_recipe(value, structure.source, processor, call.requested, call.num_hidden)
         if recipe:
-            inputs = {path: names[id(known[path].input)] for path in recipe.paths}
-            self._v_sources[structure], structure.recipe = VSource(recipe, inputs), recipe
+            self._recipes[structure] = structure.recipe = recipe
             return
         structure.refusal = f"it is not known how V is built from {structure.source.path} here"
         if not structure.ready:

@@ -9,7 +9,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, hidden_states
-from xfuser_cocodiff.xdit.layers.v_source import Projection, VSource
+from xfuser_cocodiff.xdit.layers.v_source import Projection, Recipe
 
 
 @dataclass(eq=False)
@@ -49,8 +49,8 @@ class EagerCall(LayerCall):
 
     arguments: dict[str, torch.Tensor]
     """Tensors that the module was called with, by name."""
-    v_source: VSource | None
-    """Where V comes from, if it is sent early."""
+    recipe: Recipe | None
+    """How V is built, if it is sent early."""
     early: dict[str, Projection] = field(default_factory=dict)
     """Early projections of V, by path, until V reaches USP."""
     requested: dict[str, Projection] = field(default_factory=dict)
@@ -68,9 +68,16 @@ class EagerCall(LayerCall):
 
     def request(self, path: str, forward: Callable, given: torch.Tensor) -> torch.Tensor:
         """Return the output of a projection of V: the early one if its input was the same."""
-        early = self.early.get(path)
-        self.requested[path] = early if early and early.input is given else Projection.of(forward, given)
-        return self.requested[path].output
+        projection = self.early.get(path)
+        if projection is None or projection.input is not given:
+            argument = next((name for name, tensor in self.arguments.items() if tensor is given), None)
+            has_grad = torch.is_grad_enabled()  # read first: inference mode sets its own
+            # Tensors of inference mode have no version counter.
+            with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+                output = forward(given)
+            projection = Projection(argument, given, output, output._version)
+        self.requested[path] = projection
+        return projection.output
 
     def drain(self) -> None:
         """Drop the projections, and wait for V's all-to-all unless USP has."""

@@ -1,4 +1,4 @@
-"""All attention layers of a session, each found when it runs, and wrapped from its next call on."""
+"""All attention layers of a session, found when the first of them runs, and wrapped from then on."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,8 @@ class Layers(LayerContext):
             self.current = None
 
     def find_layer(self) -> Layer | None:
-        """Return the layer whose module runs, which is wrapped from its next call on; None outside of any module."""
+        """Return the layer whose module runs; None outside of any module. With the first one, all modules of its class
+        in its transformer are found, and wrapped from their next call on."""
         return self._running_layer(None)
 
     @contextmanager
@@ -88,10 +89,11 @@ class Layers(LayerContext):
         root = self._root_of(running)
         module = next(module for module in running if module in root.names)
         key = root.names[module], path
-        if key not in root.layers:
-            name = layer_name(root.transformer, f"{key[0]}.{path or ''}")
-            block = root.transformer.get_submodule(key[0].rpartition(".")[0])
-            root.layers[key] = Layer(name, module, block, root, self) if path is None else BaseLayer(name, root)
+        if key not in root.layers and path is None:
+            alike = [(other, name) for other, name in root.names.items() if type(other) is type(module)]
+            root.layers |= {(name, None): Layer(name, other, root, self) for other, name in alike}
+        elif key not in root.layers:
+            root.layers[key] = BaseLayer(layer_name(root.transformer, f"{key[0]}.{path}"), root)
         return root.layers[key]
 
     def _root_of(self, running: Sequence[nn.Module]) -> RootModule:

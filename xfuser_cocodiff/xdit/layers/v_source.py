@@ -7,7 +7,7 @@ with the same source code.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -91,18 +91,12 @@ def find_copied(processor: Any) -> Copied | None:
 class Projection(NamedTuple):
     """A projection that has run."""
 
+    argument: str | None
+    """Name of its input among the arguments of the module; None where that is unknown."""
     input: torch.Tensor
     output: torch.Tensor
     version: int
     """Version counter of the output when it was computed."""
-
-    @classmethod
-    def of(cls, forward: Callable, given: torch.Tensor) -> "Projection":
-        """Compute a projection, outside of inference mode, whose tensors have no version counter."""
-        has_grad = torch.is_grad_enabled()  # read first: inference mode sets its own
-        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
-            output = forward(given)
-        return cls(given, output, output._version)
 
     @property
     def is_written(self) -> bool:
@@ -115,8 +109,8 @@ class Recipe:
     """How V, shape (B, H, S, D), is built: V's columns of each projection, joined along the sequence; some of the
     tokens; heads repeated for grouped-query attention; then zero-padded heads. It holds for any number of tokens."""
 
-    paths: tuple[str, ...]
-    """Projections, in the order of their tokens."""
+    arguments: Mapping[str, str]
+    """Name of the input of each projection, by path, in the order of their tokens."""
     columns: Columns
     tokens: Tokens
     heads: int
@@ -127,13 +121,18 @@ class Recipe:
     is_view: bool = True
     """Whether V is a view of the projection."""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Projections, in the order of their tokens."""
+        return tuple(self.arguments)
+
     def build(self, projections: Mapping[str, Projection], num_hidden: int) -> torch.Tensor:
         """Return V, built from projections by path and the number of hidden states.
 
         Raises:
             RuntimeError: shapes do not fit the recipe; also IndexError and ValueError.
         """
-        parts = [self._v_heads(projections[path].output) for path in self.paths]
+        parts = [self._v_heads(projections[path].output) for path in self.arguments]
         joint = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if self.tokens != "all":
             joint = joint.narrow(1, joint.shape[1] - num_hidden if self.tokens == "last" else 0, num_hidden)
@@ -161,14 +160,6 @@ class Recipe:
         return columns.unflatten(-1, (-1, self.head_dim))
 
 
-class VSource(NamedTuple):
-    """Where a layer's V comes from."""
-
-    recipe: Recipe
-    inputs: Mapping[str, str]
-    """Name of the input of each projection, by path."""
-
-
 def find_recipe(
     value: torch.Tensor, source: Source, processor: Any, projections: Mapping[str, Projection], num_hidden: int
 ) -> Recipe | None:
@@ -181,15 +172,16 @@ def find_recipe(
         projections: those that have run, by path.
         num_hidden: number of hidden states.
     """
-    if source.path not in projections:
+    arguments = {path: each.argument for path, each in projections.items() if each.argument and not each.is_written}
+    if source.path not in arguments:
         return None
+    own, text = ({path: arguments[path]} if path in arguments else {} for path in (source.path, source.text_path))
     of = functools.partial(Recipe, columns=source.columns, heads=value.shape[1], head_dim=value.shape[3])
-    recipes = [of((source.path,), tokens=tokens) for tokens in ("all", "first", "last")]  # some cut off the text's V
+    recipes = [of(own, tokens=tokens) for tokens in ("all", "first", "last")]  # some cut off the text's V
     if copied := find_copied(processor):
-        repeats = max(value.shape[1] * value.shape[3] // projections[source.path].output.shape[-1], 1)
+        repeats = value.shape[1] * value.shape[3] // projections[source.path].output.shape[-1]
         of = functools.partial(of, tokens="all", repeats=repeats if copied.repeats_heads else 1, is_view=False)
-        streams = (source.text_path, source.path) if copied.text == "in front" else (source.path, source.text_path)
-        recipes += [of(tuple(path for path in streams if path in projections)), of((source.path,))]
+        recipes += [of(text | own if copied.text == "in front" else own | text), of(own)]
     return next((recipe for recipe in recipes if recipe.fits(value, projections, num_hidden)), None)
 
 
