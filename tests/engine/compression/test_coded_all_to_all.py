@@ -305,9 +305,9 @@ def test_abandoned_exchanges_keep_references_equal(how: str, codec: Codec) -> No
     ranks.run(abandon, 4, how, codec)
 
 
-def run_in_contexts(rank: int, contexts: list[str]) -> None:
+def run_in_contexts(rank: int, slow_axes: tuple[str, ...], contexts: list[str]) -> None:
     """Run a coded layer once in each context of autograd."""
-    mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
+    mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), slow_axes)
     runtime = CodecRuntime(partition, "fast", None, list)
     for name in contexts:
         with getattr(torch, name)():
@@ -324,9 +324,10 @@ def run_in_contexts(rank: int, contexts: list[str]) -> None:
             assert all(report.sent_bytes < report.exact_bytes for report in runtime.reports)
 
 
-def test_runs_may_be_in_any_mode_of_autograd() -> None:
+@pytest.mark.parametrize("slow_axes", [("node",), ("node", "gpu")])
+def test_runs_may_be_in_any_mode_of_autograd(slow_axes: tuple[str, ...]) -> None:
     """A sampler may enable gradients, and a warm-up be in another mode than the runs after it."""
-    ranks.run(run_in_contexts, 4, ["inference_mode", "no_grad", "enable_grad", "inference_mode"])
+    ranks.run(run_in_contexts, 4, slow_axes, ["inference_mode", "no_grad", "enable_grad", "inference_mode"])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class LinkReference:
         self._values: torch.Tensor | None = None
         self._current: Int8Rows | None = None
         self._previous: Int8Rows | None = None
-        self.shape: torch.Size = torch.Size()
+        self.shape: Sequence[int] = ()
         """Shape of the reference, (L, G, H, T, D)."""
         self._dtype: torch.dtype | None = None
         self.gains: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class LinkReference:
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Return whether there is a reference for values of this shape and type."""
-        return self.has_values and self.shape == shape and self._dtype == dtype
+        return self._dtype == dtype and self.shape == shape
 
     @property
     def values(self) -> torch.Tensor:
@@ -109,7 +109,7 @@ class LinkReference:
         if is_difference is not self.is_difference:
             self.is_difference, self.gains, keeps_previous = is_difference, None, False
         self._previous = self._current if keeps_previous and self.fits(shape, dtype) else None
-        self._current, self.shape, self._dtype = rows, torch.Size(shape), dtype
+        self._current, self.shape, self._dtype = rows, shape, dtype
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:

@@ -66,21 +66,21 @@ def _arguments(
     """
     tensors, shapes = [], []
     for part, data in zip(parts, values, strict=True):
-        payload, reference, previous = part.payload, part.prediction.reference, part.prediction.previous
-        if data.stride(-1) != 1 or payload.stride(-1) != 1:
-            raise ValueError(f"the last dims must be contiguous; strides are {data.stride()} and {payload.stride()}")
+        prediction, strides, (slot_stride, byte_stride) = part.prediction, data.stride(), part.payload.stride()
+        if strides[-1] != 1 or byte_stride != 1:
+            raise ValueError(f"the last dims must be contiguous; strides are {strides} and {part.payload.stride()}")
         base = None if part.base is None else _with_contiguous_rows(part.base)
         sizes, shape = _sizes(data.shape, data.itemsize, part.local_slots, part.bits, part.sends_gain)
         fields = (
-            *(data, *data.stride()[:4]),
+            *(data, *strides[:4]),
             *((None,) * 5 if base is None else (base, *base.stride()[:4])),
-            *(reference or (None, None)),
-            *(previous or (None, None)),
-            *(part.prediction.gains, payload, payload.stride(0)),
+            *(prediction.reference or (None, None)),
+            *(prediction.previous or (None, None)),
+            *(prediction.gains, part.payload, slot_stride),
             *part.new_reference,
             *sizes,
         )
-        tensors.append(TensorArguments(*fields))
+        tensors.append(TensorArguments._make(fields))
         shapes.append(shape)
     return tuple(tensors), tuple(shapes)
 

@@ -62,6 +62,7 @@ def gather_blocks(
     partition = layer_codecs.partition if layer_codecs else None
     if layer_codecs is None or partition is None:
         return unpack(_gather(pack(tensors, 0), mesh), [tensor.expand(size, *tensor.shape) for tensor in tensors], 1)
+    tensors = [tensor.detach() for tensor in tensors]
     buffers = buffers or [tensor.new_empty(size, *tensor.shape) for tensor in tensors]
     own = partition.slow_index
     for buffer, tensor in zip(buffers, tensors, strict=True):

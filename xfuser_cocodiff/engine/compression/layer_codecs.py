@@ -175,11 +175,11 @@ class LayerCodecs:
         local_slots: range | None,
         error: TensorError | None,
     ) -> None:
-        """Note the values (P, G, H, T, D) that a tensor sends in this step, for branches that follow it.
+        """Note the values (P, G, H, T, D) that a tensor of the leading branch sends in this step, for others.
 
         Those of later calls need a copy; for those in the batch they are kept until the message is encoded.
         """
-        if not self.step.is_joint or self.leader_of(name, head_group):
+        if not self.step.is_joint:
             return
         state, kept = self.link_state(name, head_group), None
         if self.keeps_values or self.batched_branches > 1:

@@ -60,7 +60,7 @@ class Message:
 
     Args:
         label: a letter for each tensor, and the head group of the values.
-        values: (P, G, H, T, D) each, by destination.
+        values: (P, G, H, T, D) each, by destination, without gradients.
         layer_codecs: codecs and link states of the layer.
         local_slots: slots of this rank, which are skipped.
         samples: number of samples in the batch.
@@ -105,7 +105,7 @@ class Message:
     def _part(self, name: str, values: torch.Tensor) -> _Part:
         """Return how a tensor is coded, and note it in the states and statistics of the layer."""
         layer, head_group, slots = self._layer_codecs, self._head_group, self._unsent_slots
-        values, shape = values.detach(), rows.link_shape(values, slots)
+        shape = rows.link_shape(values, slots)
         state, leader = layer.link_state(name, head_group), layer.leader_of(name, head_group)
         codec, lead = choose(layer, name, head_group, shape, values.dtype)
         error = None
@@ -115,7 +115,8 @@ class Message:
         if lead:
             lead.prepare(state.sent, codec)
         active = active_tokens_for(layer, name, head_group, values, codec, slots) if codec.selects_tokens else None
-        layer.note_sent(name, head_group, values, slots, error)
+        if leader is None:
+            layer.note_sent(name, head_group, values, slots, error)
         layer.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
         if layer.step.measures_yardsticks and error:
             measured = yardsticks.measure(values)

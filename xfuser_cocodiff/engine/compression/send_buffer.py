@@ -1,6 +1,5 @@
 """Memory of the coded message that is being sent, used again for each message."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,8 +17,8 @@ class SendBuffer:
         self._memory: torch.Tensor | None = None
 
     def view(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the buffer as bytes of a shape, uint8, whose contents are undefined; it grows if it is too small."""
-        size = math.prod(shape)
-        if self._memory is None or len(self._memory) < size or self._memory.device != device:
-            self._memory = lasting((size,), torch.uint8, device)
-        return self._memory[:size].view(shape)
+        """Return the buffer as uint8 (P, bytes), whose contents are undefined; it grows if it is too small."""
+        slots, nbytes = shape
+        if self._memory is None or self._memory.numel() < slots * nbytes or self._memory.device != device:
+            self._memory = lasting((slots * nbytes,), torch.uint8, device)
+        return self._memory.as_strided(shape, (nbytes, 1))

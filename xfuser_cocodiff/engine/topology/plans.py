@@ -7,6 +7,7 @@ A plan may say that attention gathers K and V along the outermost axes, so that 
 layer cannot, its all-to-alls cross these axes in the plan's last stage.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class Plan:
         return cls(topology, tuple((dim,) for dim in reversed(_nontrivial_dims(topology))) or ((),))
 
     @classmethod
+    @functools.cache  # for every all-gather without a link profile
     def hierarchical_gather(cls, topology: Topology) -> "Plan":
         """Return the all-gather plan of one stage per axis, outermost first.
 

@@ -277,7 +277,8 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
     if lead:
         lead.prepare(reference, codec)
     active = active_tokens_for(layer_codecs, name, ALL_HEADS, values, codec) if codec.selects_tokens else None
-    layer_codecs.note_sent(name, ALL_HEADS, values, None, error)
+    if leader is None:
+        layer_codecs.note_sent(name, ALL_HEADS, values, None, error)
     if layer_codecs.step.measures_yardsticks and error:
         measured = yardsticks.measure(values)
         energies = errors.add([TensorError(each, layer_codecs.layer) for each in measured], values.device)
