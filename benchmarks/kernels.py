@@ -1,7 +1,7 @@
-"""Kernels of the codecs relative to a copy on the same device and to a transformer layer.
+"""Kernels of the codecs relative to a copy on the same device, and the host time of a layer's all-to-alls.
 
-Also measures the host time per layer: at very few tokens, all-to-alls take nothing but launches. On an accelerator,
-times of device and host are measured apart, and caches are flushed before each call.
+On an accelerator, times of the device are measured, with caches flushed before each call; `benchmarks.one_gpu` measures
+more there.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from xfuser_cocodiff.engine.comm.stages import PendingStage, Stages
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology import devices
@@ -45,12 +44,11 @@ DEGREES = (2, 4, 6, 8, 12, 24)
 NODES = 2
 """Size of the slow axis."""
 BITS = 2
-"""Bits per value, and fraction of tokens sent, as in the lossy modes."""
-CODED = ("balanced", "fast")
-"""Modes whose codecs are timed."""
+"""Bits per value."""
+MODES = ("exact", "balanced", "fast")
+"""Modes whose all-to-alls are timed."""
 STEPS = 50
 """Number of steps of the run whose later layers are timed."""
-SEED = 0
 HOST_TOKENS = 2
 """Tokens per rank for host time: so few that launches dominate."""
 
@@ -60,88 +58,49 @@ class Timed:
     """A call to time."""
 
     name: str
-    """Name of the kernel or mode."""
+    """Name of the kernel."""
     call: Callable[[], object]
     """The call."""
     nbytes: int
     """Minimum memory traffic: each tensor read or written once."""
 
 
-def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tuple[str, int]] = CASES) -> dict:
-    """Time each kernel, a copy of as many bytes, and the transformer layer around them.
+def measure(device: torch.device, degree: int, cases: Sequence[tuple[str, int]] = CASES) -> dict[str, Any]:
+    """Time each kernel and a copy of as many bytes, and the host time of a layer's all-to-alls in each mode.
 
     Args:
         device: device to measure.
         degree: Ulysses degree, on NODES nodes.
-        repeats: number of interleaved measurements of each.
         cases: names of workloads and image sizes in pixels.
-
-    Returns:
-        The record. `rows`: seconds, bandwidth and its ratio to the copy's by kernel, each a list of repeats. `layers`:
-        for each case and mode the device time that compression adds to the projections and attention of a layer.
-        `host_calls`: for each mode the host time of a layer's all-to-alls.
     """
-    rows, layers = [], []
+    rows = []
     for name, resolution in cases:
-        workload = WORKLOADS[name]
-        timed_kernels = kernel_calls(workload, resolution, degree, device)
-        copy, layer = copy_of(timed_kernels[-1].nbytes, device), layer_calls(workload, resolution, degree, device)
-        seconds = interleaved([copy, *timed_kernels, *layer], repeats, device)
-        for work in timed_kernels:
-            speeds = [work.nbytes / taken for taken in seconds[work.name]]
-            ratios = [speed * base / copy.nbytes for speed, base in zip(speeds, seconds["copy"], strict=True)]
+        for work in kernel_calls(WORKLOADS[name], resolution, degree, device):
+            seconds, copied = (seconds_of(each.call, device) for each in (work, copy_of(work.nbytes, device)))
             row = {"model": name, "resolution": resolution, "kernel": work.name, "bytes": work.nbytes}
-            rows.append({**row, "seconds": seconds[work.name], "bytes_per_second": speeds, "ratio_to_copy": ratios})
-        for mode in CODED:
-            turns = zip(seconds[mode], seconds[EXACT], seconds["layer"], strict=True)
-            shares = [(encoded - exact) / whole for encoded, exact, whole in turns]
-            known = {"model": name, "resolution": resolution, "mode": mode}
-            layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
-    first = cases[0][0]
-    calls = interleaved(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats, device, on_host=True)
-    record = {**host.header(), "device": _name(device), "kernels": kernels.backend_for(device), "degree": degree}
-    on_host = [{"model": first, "mode": mode, "seconds": taken} for mode, taken in calls.items()]
-    return {**record, "rows": rows, "layers": layers, "host_calls": on_host}
+            rows.append({**row, "seconds": seconds, "ratio_to_copy": copied / seconds})
+    calls = layer_calls(WORKLOADS[cases[0][0]], HOST_TOKENS, degree, device)
+    on_host = {mode: _host_seconds(call) for mode, call in calls.items()}
+    return {**host.header(), "kernels": kernels.backend_for(device), "rows": rows, "host_seconds": on_host}
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print a record as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"kernels ({record['kernels']}) on {record['device']}, degree {record['degree']}")
-    for column in ("model", "pixels", "kernel", "MB", "us", "GB/s", "relative to copy"):
-        table.add_column(column)
+    """Print a record."""
+    print(f"kernels ({record['kernels']}): MB, us, bandwidth relative to a copy")
     for row in record["rows"]:
-        seconds, speed, ratio = (median(row[key]) for key in ("seconds", "bytes_per_second", "ratio_to_copy"))
-        low, high = min(row["ratio_to_copy"]), max(row["ratio_to_copy"])
-        table.add_row(
-            *(row["model"], str(row["resolution"]), row["kernel"], f"{row['bytes'] / 1e6:.1f}", f"{1e6 * seconds:.0f}"),
-            *(f"{speed / 1e9:.1f}", f"{ratio:.2f} ({low:.2f}-{high:.2f})"),
-        )
-    console = Console(highlight=False)
-    console.print(table)
-    for layer in record["layers"]:
-        console.print(
-            f"{layer['model']} at {layer['resolution']}: compression in mode {layer['mode']} adds "
-            f"{median(layer['share']):.1%} ({min(layer['share']):.1%} to {max(layer['share']):.1%}) to a layer's "
-            f"projections and attention ({1e3 * median(layer['layer_seconds']):.2f} ms)"
-        )
-    for calls in record["host_calls"]:
-        low, middle, high = (1e3 * pick(calls["seconds"]) for pick in (min, median, max))
-        console.print(
-            f"{calls['model']}: host time of a layer's all-to-alls in mode {calls['mode']}: {middle:.2f} ms "
-            f"({low:.2f} to {high:.2f}), with {HOST_TOKENS} tokens per rank and no communication"
-        )
+        figures = f"{row['bytes'] / 1e6:7.1f} {1e6 * row['seconds']:9.0f} {row['ratio_to_copy']:6.2f}"
+        print(f"{row['model']:>12} {row['resolution']:>5} px {row['kernel']} {figures}")
+    for mode, seconds in record["host_seconds"].items():
+        print(f"host time of a layer's all-to-alls in mode {mode}: {1e3 * seconds:.2f} ms, without communication")
 
 
 def kernel_calls(
     workload: Workload, resolution: int, degree: int, device: torch.device, bits: float = BITS
 ) -> list[Timed]:
     """Return the kernel calls for the part of one of Q, K, V and O that a rank sends along the slow axis."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(0)
     groups, heads = degree // NODES, workload.heads // degree
-    tokens, dim = _tokens(workload, resolution, degree), workload.head_dim
+    tokens, dim = tokens_per_rank(workload, resolution, degree), workload.head_dim
     # Strides as after the all-to-all along fast axes: tokens outside of heads.
     values = torch.randn(NODES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
     shape = (NODES - 1, groups, heads, tokens, dim)
@@ -151,25 +110,20 @@ def kernel_calls(
     prediction = Prediction(Int8Rows.of(reference), previous, gains)
     size = Codec(bits, predicts=True).payload_bytes(shape, values.dtype)
     payload = torch.zeros(NODES, size, dtype=torch.uint8, device=device)
-    base = torch.randn_like(reference).to(values.dtype)
     memory = Int8Rows(*map(torch.empty_like, previous))
     part = MessagePart(values, prediction, bits, payload, memory, range(1))
     energies = torch.empty(1, 2, device=device)
     target = part._replace(values=torch.empty_like(values))
-    # Values, their base, both references and the new one.
-    of_values, of_reference = base.nbytes, sum(tensor.nbytes for tensor in previous)
+    # Values, both references and the new one.
+    of_values, of_reference = values[:-1].nbytes, sum(tensor.nbytes for tensor in previous)
     moved = of_values + 3 * of_reference + (NODES - 1) * payload.shape[1]
-
-    with_base = part._replace(base=base), target._replace(base=base)
     return [
         Timed("encode", lambda: kernels.encode([part], energies), moved),
-        Timed("encode with a base", lambda: kernels.encode([with_base[0]], energies), moved + of_values),
-        Timed("decode with a base", lambda: kernels.decode([with_base[1]]), moved + of_values),
         Timed("decode", lambda: kernels.decode([target]), moved),
     ]
 
 
-def _tokens(workload: Workload, resolution: int, degree: int) -> int:
+def tokens_per_rank(workload: Workload, resolution: int, degree: int) -> int:
     """Return the tokens per rank."""
     return -(-workload.tokens(resolution) // degree)
 
@@ -179,23 +133,6 @@ def copy_of(nbytes: int, device: torch.device) -> Timed:
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Timed("copy", lambda: target.copy_(source), nbytes)
-
-
-def _layer(workload: Workload, resolution: int, degree: int, device: torch.device) -> Callable[[], object]:
-    """Return a call of a layer's compute: projections of the rank's tokens, attention of its heads over all tokens."""
-    tokens = workload.tokens(resolution)
-    own, heads = _tokens(workload, resolution, degree), workload.heads // degree
-    q = torch.randn(1, heads, tokens, workload.head_dim, device=device).bfloat16()
-    hidden = torch.randn(own, workload.width, device=device).bfloat16()
-    square = torch.randn(workload.width, workload.width, device=device).bfloat16()
-    projections = round(workload.projections)
-
-    def layer() -> None:
-        for _ in range(projections):
-            torch.mm(hidden, square)
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
-
-    return layer
 
 
 class _NoCommunication(Stages):
@@ -223,15 +160,9 @@ def _local_mesh(comm_stream: CommStream, **axes: int) -> Mesh:
     )
 
 
-def layer_calls(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[Timed]:
-    """Return the computation of a layer, "layer", and its all-to-alls in each mode, without communication."""
-    layer = Timed("layer", _layer(workload, resolution, degree, device), 0)
-    return [layer, *_by_modes(workload, _tokens(workload, resolution, degree), degree, device)]
-
-
-def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[Timed]:
-    """Return the all-to-alls of a layer, in each mode."""
-    return [Timed(mode, _layer_all_to_alls(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+def layer_calls(workload: Workload, tokens: int, degree: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return calls of a layer's all-to-alls by mode, without communication, for so many tokens on a rank."""
+    return {mode: _layer_all_to_alls(workload, tokens, degree, device, mode) for mode in MODES}
 
 
 def _layer_all_to_alls(
@@ -241,7 +172,6 @@ def _layer_all_to_alls(
 
     Coded layers gather K and V between the nodes, as a run on two nodes does.
     """
-    torch.manual_seed(SEED)
     comm_stream, near = CommStream.on(device), {"gpu": degree // NODES} if degree > NODES else {}
     mesh, fast = _local_mesh(comm_stream, node=NODES, **near), _local_mesh(comm_stream, **near) if near else None
     partition = AxisPartition(NODES, mesh.topology.size // NODES, 0, _local_mesh(comm_stream, node=NODES), fast)
@@ -269,32 +199,18 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_gr
     return query
 
 
-def interleaved(
-    calls: Sequence[Timed], repeats: int, device: torch.device, on_host: bool = False
-) -> dict[str, list[float]]:
-    """Return the seconds of each call: those of the device, or of the host, which are the same on a CPU."""
-    timers = {work.name: _timer(work.call, device, on_host) for work in calls}
-    seconds: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(repeats):
-        for name, timed in timers.items():
-            seconds[name].append(timed())
-    return seconds
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call: on the device, or on the host, which is the same on a CPU."""
+    if not devices.capabilities(device.type).is_asynchronous:
+        return _host_seconds(call)
+    from triton.testing import do_bench  # which flushes the cache before each call
+
+    return do_bench(call, return_mode="median") / 1e3
 
 
-def _timer(call: Callable[[], object], device: torch.device, on_host: bool) -> Callable[[], float]:
-    """Return a function that times a call once more."""
-    if devices.capabilities(device.type).is_asynchronous and not on_host:
-        from triton.testing import do_bench  # which flushes the cache before each call
-
-        return lambda: do_bench(call, return_mode="median") / 1e3
+def _host_seconds(call: Callable[[], object], repeats: int = 5) -> float:
     timer = benchmark.Timer("call()", globals={"call": call})
-    return lambda: timer.blocked_autorange(min_run_time=0.1).median
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    return getattr(torch, device.type).get_device_name()
+    return median(timer.blocked_autorange(min_run_time=0.1).median for _ in range(repeats))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,13 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line.add_json(parser)
     parser.add_argument("--degree", type=int, default=8, choices=DEGREES, help="Ulysses degree (%(default)s)")
     parser.add_argument("--kernels", default="auto", choices=kernels.CHOICES, help="(%(default)s)")
-    parser.add_argument("--repeats", type=command_line.at_least(1), default=5, help="rounds (%(default)s)")
     return command_line.run(parser, _measure_on_device, argv)
 
 
 def _measure_on_device(options: argparse.Namespace) -> int:
     kernels.use(options.kernels)
-    record = measure(compute_device(), options.degree, options.repeats)
+    record = measure(compute_device(), options.degree)
     show(record)
     write_json(options, record)
     return 0

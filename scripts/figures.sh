@@ -24,6 +24,3 @@ predict aurora --machine aurora --nodes 1 2 --model "${models[@]}" --resolution 
 predict batch --machine aurora --nodes 1 2 --model "${models[@]}" --resolution 1536 --batch 8 --modes "${parts[@]}"
 predict peak --machine aurora --nodes 4 --model sd35 --resolution 2304 --modes "${parts[@]}"
 python -m benchmarks.cluster.tables "$folder"
-python -m benchmarks.cluster --exposure --machine aurora --nodes 1 2 --model flux1 qwen-image --resolution 2304
-python -m benchmarks.cluster --exposure --machine dgx-h100 --nodes 2 --model flux1 --resolution 1024
-python -m benchmarks.cluster --exposure --machine pcie --nodes 1 --model flux1 --resolution 1024

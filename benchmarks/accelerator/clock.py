@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.accelerator.program import GroupPattern, Program, RecordedCollective
+from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHES, Program, RecordedCollective
 from benchmarks.accelerator.streams import Stream
 from benchmarks.accelerator.time_line import Instant
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
@@ -25,10 +25,8 @@ class Clock:
         """What has been recorded since the step began."""
         self.num_steps = 0
         """Number of steps begun."""
-        self.sent_tensors = ""
-        """Letters of the tensors that the next collectives send; see :attr:`RecordedCollective.tensors`."""
         self._made: list[Stream] = []
-        self._last: dict[GroupPattern, RecordedCollective] = {}
+        self._last: dict[tuple[int, ...], RecordedCollective] = {}
         """The last collective of each group in this step."""
 
     def begin_step(self) -> None:
@@ -59,19 +57,19 @@ class Clock:
     def mark(self, name: str) -> None:
         """Record the end of everything in the current stream so far under a name."""
         self.program.marks[name] = self.streams[-1].tail.latest(self.host_time)
-        self.program.counts[name] = self.program.counts_so_far()
+        self.program.totals_at[name] = self.program.totals.copy()
 
     def launch(self, seconds: float) -> None:
         """Launch a kernel on the current stream, given its duration."""
         self.spend_host_time(self.accelerator.launch_seconds)
         self.streams[-1].launch(seconds)
-        self.program.kernel_seconds += seconds
-        self.program.launches += 1
+        self.program.totals[KERNEL_SECONDS] += seconds
+        self.program.totals[LAUNCHES] += 1
 
     def spend_host_time(self, seconds: float) -> None:
         """Let the host be busy for some time."""
         self.host_time = self.host_time.after(seconds)
-        self.program.host_seconds += seconds
+        self.program.totals[HOST_SECONDS] += seconds
 
     def spend_call_time(self) -> None:
         """Let the host be busy with a call that launches no kernel."""
@@ -83,22 +81,22 @@ class Clock:
         return self._made[-1]
 
     def start_collective(
-        self, ranks: Sequence[int], sent: Sequence[int], received: Sequence[int], is_gather: bool = False
+        self, ranks: Sequence[int], sent: Sequence[int], is_gather: bool = False
     ) -> RecordedCollective:
         """Record a collective that starts behind the current stream.
 
         Args:
             ranks: the members of its group; this rank is the first of them.
             sent: bytes for each of them.
-            received: bytes from each of them.
             is_gather: whether all of them are sent the same block.
         """
         self.spend_host_time(self.accelerator.collective_host_seconds)
-        start, group = self.streams[-1].tail.latest(self.host_time), GroupPattern.of(ranks)
-        sizes, step = (tuple(sent), tuple(received)), self.num_steps
-        collective = RecordedCollective(group, start, *sizes, is_gather, step, self.sent_tensors)
+        start = self.streams[-1].tail.latest(self.host_time)
+        collective = RecordedCollective(tuple(ranks), start, tuple(sent), is_gather, self.num_steps)
         self.program.collectives.append(collective)
-        self._last[group] = collective
+        for rank, size in zip(ranks[1:], sent[1:], strict=True):
+            self.program.totals[rank] += size
+        self._last[collective.ranks] = collective
         return collective
 
     def wait_for(self, collective: RecordedCollective) -> None:

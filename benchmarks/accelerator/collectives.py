@@ -11,7 +11,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from benchmarks.accelerator import op_cost
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.program import RecordedCollective
-from benchmarks.accelerator.provenance import Provenance
 
 
 class CollectiveRecorder:
@@ -20,21 +19,19 @@ class CollectiveRecorder:
     Args:
         clock: where they are recorded.
         fake: mode of the device's tensors.
-        provenance: sources of the device's tensors.
     """
 
-    def __init__(self, clock: Clock, fake: FakeTensorMode, provenance: Provenance) -> None:
-        self._clock, self._fake, self._provenance = clock, fake, provenance
+    def __init__(self, clock: Clock, fake: FakeTensorMode) -> None:
+        self._clock, self._fake = clock, fake
 
     def run(self, func: Any, args: tuple) -> Any:
         """Record a collective of c10d and return what its operation returns."""
         received, sent = args[:2]
         group = dist.ProcessGroup.unbox(args[2])
         if op_cost.name_of(func) == "alltoall_base_":
-            shares = _shares(sent, group.size(), args[4]), _shares(received, group.size(), args[3])
-            return self._work(self._start(group, received, *shares))
+            return self._work(self._start(group, _shares(sent, group.size(), args[4])))
         if op_cost.name_of(func) == "_allgather_base_":
-            return received, self._work(self._start(group, received, *_gathered(sent, group.size()), is_gather=True))
+            return received, self._work(self._start(group, [sent.nbytes] * group.size(), is_gather=True))
         raise NotImplementedError(f"{func} on an emulated accelerator")
 
     def _work(self, collective: RecordedCollective) -> Any:
@@ -46,21 +43,21 @@ class CollectiveRecorder:
 
     def run_functional(self, func: Any, args: tuple) -> torch.Tensor:
         """Record a functional collective and return its result, which :meth:`wait_tensor` waits for."""
-        if op_cost.name_of(func) == "_wrap_tensor_autograd":
+        name = op_cost.name_of(func)
+        if name == "_wrap_tensor_autograd":
             return AsyncCollectiveTensor(args[0])
         with self._fake:
             received = func(*args)
         sent, group = args[0], args[-1]
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
-        if op_cost.name_of(func) == "all_to_all_single":
-            shares = _shares(sent, group.size(), args[2]), _shares(received, group.size(), args[1])
-        elif op_cost.name_of(func) == "all_gather_into_tensor":
-            shares = _gathered(sent, group.size())
+        if name == "all_to_all_single":
+            shares = _shares(sent, group.size(), args[2])
+        elif name == "all_gather_into_tensor":
+            shares = [sent.nbytes] * group.size()
         else:
             raise NotImplementedError(f"{func} on an emulated accelerator")
-        is_gather = op_cost.name_of(func) == "all_gather_into_tensor"
-        received.cocodiff_collective = self._start(group, received, *shares, is_gather)
+        received.cocodiff_collective = self._start(group, shares, is_gather=name == "all_gather_into_tensor")
         return received
 
     def wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -73,16 +70,8 @@ class CollectiveRecorder:
             self._clock.wait_for(collective)
         return tensor
 
-    def _start(
-        self,
-        group: dist.ProcessGroup,
-        output: torch.Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        is_gather: bool = False,
-    ) -> RecordedCollective:
-        self._provenance.write(output, self._provenance.new())
-        return self._clock.start_collective(dist.get_process_group_ranks(group), sent, received, is_gather)
+    def _start(self, group: dist.ProcessGroup, sent: Sequence[int], is_gather: bool = False) -> RecordedCollective:
+        return self._clock.start_collective(dist.get_process_group_ranks(group), sent, is_gather)
 
 
 def _shares(tensor: torch.Tensor, ranks: int, rows: list[int] | None) -> list[int]:
@@ -91,10 +80,6 @@ def _shares(tensor: torch.Tensor, ranks: int, rows: list[int] | None) -> list[in
         return [tensor.nbytes // ranks] * ranks
     row_bytes = tensor.nbytes // max(1, tensor.shape[0])
     return [row_bytes * count for count in rows]
-
-
-def _gathered(sent: torch.Tensor, ranks: int) -> tuple[list[int], list[int]]:
-    return ([sent.nbytes] * ranks,) * 2
 
 
 def pending_view(view: torch.Tensor, source: torch.Tensor) -> AsyncCollectiveTensor:

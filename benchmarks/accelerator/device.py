@@ -12,12 +12,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.accelerator import fused_operations, host_functions, op_cost
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.device_type import DEVICE_TYPE, register
 from benchmarks.accelerator.operations import Operations
 from benchmarks.accelerator.streams import Event
+from xfuser_cocodiff.engine.codec import kernels, triton_kernels
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
 
@@ -55,6 +57,9 @@ class EmulatedAccelerator(Clock):
             stack.enter_context(mock.patch.dict(devices._CAPABILITIES, {DEVICE_TYPE: _CAPABILITIES}))
             devices.capabilities.cache_clear()
             stack.callback(devices.capabilities.cache_clear)
+            for name in ("encode_kernel", "decode_kernel"):
+                stack.enter_context(mock.patch.object(triton_kernels, name, _TritonKernel(self)))
+            stack.enter_context(mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON))
             stack.enter_context(self._operations)
             self._stack = stack.pop_all()
         return self
@@ -75,3 +80,17 @@ class EmulatedAccelerator(Clock):
         written = [torch.empty(*shape, dtype=dtype, device=self.device) for shape in shapes]
         self.launch(self.accelerator.kernel_seconds(op_cost.moved_bytes([*read, *written])))
         return written
+
+
+class _TritonKernel:
+    """Stand-in for a Triton kernel of the codecs, which takes its time on the device."""
+
+    def __init__(self, accelerator: EmulatedAccelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*values: Any, **_: Any) -> None:
+            tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+            self._accelerator.run_kernel(tensors, [], torch.uint8)
+
+        return launch

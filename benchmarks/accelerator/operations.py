@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from benchmarks.accelerator import op_cost
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.collectives import CollectiveRecorder, pending_view
-from benchmarks.accelerator.provenance import Provenance
+from benchmarks.accelerator.program import LAUNCHES
 from xfuser_cocodiff.lab.accelerator.accelerators import HOST_COPY_BYTES_PER_SECOND
 
 
@@ -26,9 +26,8 @@ class Operations(TorchDispatchMode):
     def __init__(self, clock: Clock, device: torch.device) -> None:
         super().__init__()
         self._clock, self._device = clock, device
-        self._provenance = Provenance()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._collectives = CollectiveRecorder(clock, self._fake, self._provenance)
+        self._collectives = CollectiveRecorder(clock, self._fake)
         self._depth = 0
         """Number of operations that are being run in terms of others."""
 
@@ -63,14 +62,14 @@ class Operations(TorchDispatchMode):
 
     def _run_composite(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation that consists of others."""
-        launches = self._clock.program.launches
+        launches = self._clock.program.totals[LAUNCHES]
         self._depth += 1
         try:
             with self:
                 result = op_cost.run_composite(func, args, kwargs)
         finally:
             self._depth -= 1
-        if launches == self._clock.program.launches and not self._depth:
+        if launches == self._clock.program.totals[LAUNCHES] and not self._depth:
             self._clock.spend_call_time()
         return result
 
@@ -82,7 +81,6 @@ class Operations(TorchDispatchMode):
             self._clock.launch(op_cost.kernel_seconds(self._clock.accelerator, func, args, kwargs, result))
         elif not self._depth:
             self._clock.spend_call_time()
-        self._provenance.follow(func, args, kwargs, result)
         return result
 
     def _run_pending(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -104,7 +102,7 @@ class Operations(TorchDispatchMode):
             self._clock.launch(self._clock.accelerator.kernel_seconds(args[0].nbytes + args[1].nbytes))
             self._clock.launch(self._clock.accelerator.shortest_kernel_seconds)  # whether all are
             self._copy(1, is_asynchronous=False)
-            return self._provenance.equal(*args)
+            return False  # nothing is known to be equal
         is_asynchronous = bool(kwargs.get("non_blocking"))
         if name == "_to_copy" and not isinstance(args[0], FakeTensor):
             with self._fake:
@@ -117,10 +115,7 @@ class Operations(TorchDispatchMode):
             return copy
         if name == "copy_" and not (isinstance(args[0], FakeTensor) and isinstance(args[1], FakeTensor)):
             self._copy(args[0].nbytes, is_asynchronous or bool(args[2:] and args[2]))
-            if isinstance(args[0], FakeTensor):
-                self._provenance.write(args[0], self._provenance.new())
-                return args[0]
-            return args[0].zero_()  # as all values of the device that are read
+            return args[0] if isinstance(args[0], FakeTensor) else args[0].zero_()  # as all values that are read
         return NotImplemented
 
     def _copy(self, num_bytes: int, is_asynchronous: bool) -> None:

@@ -4,11 +4,11 @@ All ranks do the same, so one rank stands for all. Each rank has one port per ax
 gets an equal part of the port for as long as others use it too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.accelerator.program import GroupPattern, Program, RecordedCollective
+from benchmarks.accelerator.program import Program, RecordedCollective
 from benchmarks.accelerator.time_line import Instant
 
 _ROUNDING_BYTES = 1e-3
@@ -42,23 +42,18 @@ class Outcome:
     """Times of the program's marks."""
 
 
-def predict(program: Program, links: Links, instant: Collection[RecordedCollective] = ()) -> Outcome:
+def predict(program: Program, links: Links, has_communication: bool = True) -> Outcome:
     """Return the outcome of a recorded step.
 
     Args:
         program: the step.
         links: links of the machine.
-        instant: collectives without latency and bytes, which end as soon as their streams and groups reach them.
+        has_communication: whether collectives take time; else computation and host alone remain.
 
     Raises:
         ValueError: collectives wait for each other.
     """
-    return _Prediction(program, links, instant).outcome()
-
-
-def without_communication(program: Program, links: Links) -> Outcome:
-    """Return a recorded step whose collectives take no time: computation and host alone."""
-    return predict(program, links, program.collectives)
+    return _Prediction(program, links, has_communication).outcome()
 
 
 class _Transfer:
@@ -73,14 +68,16 @@ class _Transfer:
 class _Prediction:
     """State of one prediction."""
 
-    def __init__(self, program: Program, links: Links, instant: Collection[RecordedCollective]) -> None:
+    def __init__(self, program: Program, links: Links, has_communication: bool) -> None:
         self._program, self._links, self._rates = program, links, links.rates
-        self._instant = frozenset(instant)
-        self._queues = {group: list(each) for group, each in program.by_group().items()}
+        self._has_communication = has_communication
+        self._queues: dict[tuple[int, ...], list[RecordedCollective]] = {}
+        for collective in program.collectives:
+            self._queues.setdefault(collective.ranks, []).append(collective)
         self._free = dict.fromkeys(self._queues, 0.0)
         self._moving: list[_Transfer] = []
         self._ends: dict[RecordedCollective, float] = {}
-        self._busy: set[GroupPattern] = set()
+        self._busy: set[tuple[int, ...]] = set()
 
     def outcome(self) -> Outcome:
         """Run the step event by event."""
@@ -112,18 +109,16 @@ class _Prediction:
 
     def _begin(self, collective: RecordedCollective) -> float:
         """Return when the first byte of a collective moves."""
-        reached = max(collective.start.resolve(self._ends), self._free[collective.group])
-        is_instant = collective in self._instant
-        return reached + (0.0 if is_instant else self._links.latency_seconds(collective.group.members(0)))
+        reached = max(collective.start.resolve(self._ends), self._free[collective.ranks])
+        return reached + (self._links.latency_seconds(collective.ranks) if self._has_communication else 0.0)
 
     def _start(self, collective: RecordedCollective, now: float) -> None:
-        self._queues[collective.group].pop(0)
-        self._busy.add(collective.group)
-        members, remaining = collective.group.members(0), dict[str, float]()
-        sent = () if collective in self._instant else zip(members[1:], collective.sent[1:], strict=True)
-        for rank, size in sent:
+        self._queues[collective.ranks].pop(0)
+        self._busy.add(collective.ranks)
+        remaining = dict[str, float]()
+        for rank, size in zip(collective.ranks[1:], collective.sent[1:], strict=True):
             axis = self._links.axis_to(rank)
-            remaining[axis] = remaining.get(axis, 0.0) + size
+            remaining[axis] = remaining.get(axis, 0.0) + size * self._has_communication
         self._moving.append(_Transfer(collective, now, remaining))
 
     def _finish(self, now: float) -> None:
@@ -131,8 +126,8 @@ class _Prediction:
             self._moving.remove(transfer)
             collective = transfer.collective
             end = transfer.begin + self._links.contention(collective) * (now - transfer.begin)
-            self._ends[collective] = self._free[collective.group] = end
-            self._busy.remove(collective.group)
+            self._ends[collective] = self._free[collective.ranks] = end
+            self._busy.remove(collective.ranks)
 
     def _seconds_left(self, transfer: _Transfer) -> float:
         """Return how long a transfer takes if the others go on."""

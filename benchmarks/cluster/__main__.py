@@ -14,17 +14,12 @@ from typing import Any
 from benchmarks import command_line
 from xfuser_cocodiff.cli.output import write_json
 
-INCOMPLETE_STATUS = 1
-"""Exit status if a cell could not be predicted."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Predict cells, and return the exit status: 1 if one could not be."""
     _silence_libraries()
     from benchmarks.cluster import variants
     from xfuser_cocodiff.lab.simulation.machines import MACHINES
-    from xfuser_cocodiff.lab.simulation.plan_model import ALIASES
-    from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
     parser = command_line.new_parser(
         "cluster",
@@ -36,56 +31,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     positive = command_line.at_least(1)
     parser.add_argument("--machine", nargs="+", required=True, choices=MACHINES)
     parser.add_argument("--nodes", nargs="+", type=positive, default=[2], help="(%(default)s)")
-    parser.add_argument("--model", nargs="+", required=True, choices=[*WORKLOADS, *ALIASES])
+    parser.add_argument("--model", nargs="+", required=True, help="such as FLUX.1-dev or flux1")
     parser.add_argument("--resolution", nargs="+", type=positive, required=True, help="pixels, or rows of a video")
     parser.add_argument("--batch", type=positive, default=1, help="number of images (%(default)s)")
     parser.add_argument("--text-tokens", type=positive, metavar="N", help="of the prompt (default: the pipeline's)")
     parser.add_argument(
         "--modes",
         nargs="+",
+        default=[variants.DEFAULT],
         help=f"{variants.BEST_STOCK}, rules of other systems, modes MODE[/PLAN][@v_first=on|off][@head_groups=N], "
         f"{', '.join(variants.BEST_MODES)}, or default: all that apply (default); a PLAN has semicolons for its commas",
     )
     parser.add_argument("--layers", type=positive, default=2, help="recorded blocks of each kind (%(default)s)")
     zero = command_line.at_least(0, float)
     parser.add_argument("--launch-us", type=zero, help="host time of a launch; 0 for CUDA graphs (the accelerator's)")
-    parser.add_argument(
-        "--exposure", action="store_true", help="exposed communication by kind of block, of lossless variants"
-    )
     return command_line.run(parser, _run, argv)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from benchmarks.cluster import exposure, rows, variants
+    from benchmarks.cluster import rows, variants
     from xfuser_cocodiff.lab.reporting import host
 
-    cells, names = _cells(options), options.modes or (["stock", "exact"] if options.exposure else [variants.DEFAULT])
-    finished = _read(options)
-    missing = []
-    for cell in cells:
-        expanded = variants.expand(cell, names)
-        chosen = variants.parse(cell, expanded)  # before any cell is recorded
-        if options.exposure:
-            exposure.check_lossless(chosen)
-        if not any(rows.describe(cell, expanded).items() <= each.items() for each in finished):
-            missing.append((cell, expanded, chosen))
-    console, failures = Console(highlight=False, markup=False, soft_wrap=True, width=200), 0
-    for cell, expanded, chosen in missing:
+    cells = [(cell, variants.expand(cell, options.modes)) for cell in _cells(options)]
+    for cell, names in cells:
+        variants.parse(cell, names)  # before any cell is recorded
+    file, failures = options.json, 0
+    finished = json.loads(file.read_text())["cells"] if file and file.is_file() else []
+    for cell, names in cells:
+        if any(rows.describe(cell, names).items() <= each.items() for each in finished):
+            continue
         try:
-            if options.exposure:
-                recorded = rows.record_variants(cell, chosen, _report)
-                console.print(f"{cell}: ms of a step, predicted", exposure.table(recorded), *exposure.LEGEND, sep="\n")
-                continue
-            finished.append(rows.predict_cell(cell, expanded, _report))
+            finished.append(rows.predict_cell(cell, names, _report))
         except RuntimeError as error:
-            _report(f"{cell}: {error}")
+            _report(f"{cell}: {error}: {error.__cause__}")
             failures += 1
             continue
-        _show(finished[-1], str(cell), console)
+        _show(finished[-1], str(cell))
         write_json(options, {**host.header(), "cells": finished})
-    return INCOMPLETE_STATUS if failures else 0
+    return 1 if failures else 0
 
 
 def _cells(options: argparse.Namespace) -> Any:
@@ -96,43 +79,36 @@ def _cells(options: argparse.Namespace) -> Any:
     """
     from benchmarks.cluster.cell import Cell
     from xfuser_cocodiff.lab.simulation.machines import MACHINES
-    from xfuser_cocodiff.lab.simulation.plan_model import ALIASES, check_count
-    from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
+    from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, find_workload
 
     machines = [MACHINES[name] for name in options.machine]
     if options.launch_us is not None:
         changed = {"launch_seconds": 1e-6 * options.launch_us}
         machines = [replace(each, accelerator=replace(each.accelerator, **changed)) for each in machines]
     for resolution in options.resolution:
-        check_count("--resolution", resolution, PIXELS_PER_TOKEN)
-    models = [ALIASES.get(name, name) for name in options.model]
-    if options.text_tokens and (without := [name for name in models if not WORKLOADS[name].text_tokens]):
+        if resolution % PIXELS_PER_TOKEN:
+            raise ValueError(f"--resolution {resolution} is not valid; valid are multiples of {PIXELS_PER_TOKEN}")
+    models = [find_workload(name) for name in options.model]
+    if options.text_tokens and (without := [each.name for each in models if not each.text_tokens]):
         raise ValueError(f"--text-tokens {options.text_tokens} is not valid: the sequence of {without[0]} has no text")
-    sizes = (options.batch, options.layers, options.text_tokens)
-    cells = [Cell(*each, *sizes) for each in itertools.product(machines, options.nodes, models, options.resolution)]
-    if single := [cell.machine.name for cell in cells if cell.topology.size < 2]:
-        raise ValueError(f"--nodes {options.nodes} is not valid: {single[0]} has a single rank")
-    return cells
+    names, sizes = [each.name for each in models], (options.batch, options.layers, options.text_tokens)
+    return [Cell(*each, *sizes) for each in itertools.product(machines, options.nodes, names, options.resolution)]
 
 
-def _read(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the cells of the record that the command resumes."""
-    return json.loads(options.json.read_text())["cells"] if options.json and options.json.is_file() else []
-
-
-def _show(cell: dict[str, Any], title: str, console: Any) -> None:
+def _show(cell: dict[str, Any], title: str) -> None:
     """Print the table of a cell."""
+    from rich.console import Console
     from rich.table import Table
 
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=200)
     if cell["problem"]:
         console.print(f"{title}: not predicted, {cell['problem']}\n")
         return
-    columns = ("variant", "U x R", "ms of a step", "speedup", "over best stock", "exposed, ms", "MB, slowest axis")
     table = Table(box=None)
-    for column in columns:
+    for column in ("variant", "U x R", "ms of a step", "speedup", "over best stock", "exposed, ms", "MB, slowest axis"):
         table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
     for row in cell["rows"]:
-        split, sent = row["split"], next(iter(row["bytes_per_link"].values()), 0.0)  # axes are ordered, slowest first
+        split, sent = row["split"], next(iter(row["bytes_per_link"].values()))  # axes are ordered, slowest first
         name = row["mode"] if row["mode"] == row["variant"] else f"{row['mode']} = {row['variant']}"
         speedups = [row[key] and f"{row[key]:.2f}x" for key in ("speedup", "speedup_over_best_stock")]
         times = [f"{1e3 * each:.1f}" for each in (row["step_seconds"][0], row["exposed_seconds"])]

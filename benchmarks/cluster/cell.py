@@ -7,9 +7,9 @@ from benchmarks.accelerator.program import RecordedCollective
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation.machines import Machine
+from xfuser_cocodiff.lab.simulation.plan import scenario_on_nodes
 from xfuser_cocodiff.lab.simulation.scenario import Scenario
-from xfuser_cocodiff.lab.simulation.sharding import RULES, UNSUPPORTED
-from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
+from xfuser_cocodiff.lab.simulation.sharding import UNSUPPORTED
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
 
 
@@ -44,7 +44,7 @@ class Cell:
         """Dimensions of the model, with the text tokens of this cell."""
         workload, degree = WORKLOADS[self.model], self.topology.size
         tokens = self.text_tokens or workload.text_tokens
-        if self.text_tokens is None and RULES[self.model].text == UNSUPPORTED:
+        if self.text_tokens is None and workload.text_rule == UNSUPPORTED:
             tokens = max(tokens // degree, 1) * degree
         return replace(workload, text_tokens=tokens)
 
@@ -86,7 +86,7 @@ class Cell:
 
     def contention(self, collective: RecordedCollective) -> float:
         """Return the factor by which a collective takes longer than its bytes do: more than 1 for some all-to-alls."""
-        crossed = self.spanned_axes(collective.group.members(0))
+        crossed = self.spanned_axes(collective.ranks)
         if not collective.is_all_to_all or len(crossed) < 2:
             return 1.0
         spanned = Topology(tuple(axis for axis in self.topology.axes if axis.name in crossed))

@@ -6,12 +6,11 @@ the caller.
 
 import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -21,18 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import modes
 from benchmarks.accelerator import device_type
-from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.program import Program
-from benchmarks.accelerator.triton_stand_ins import TritonKernels
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.rules import Rule
 from benchmarks.cluster.variants import Variant
 from benchmarks.full_size import transformer as full_size
 from benchmarks.full_size.transformer import FullSizeTransformer
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
-from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.xdit.attention import eager_attention
@@ -62,58 +57,27 @@ class Recording:
     replace."""
 
 
-@dataclass
-class RecordedSplit:
-    """Recorded steps of all variants of a split."""
-
-    recordings: dict[str, Recording]
-    counts: dict[str, int]
-    """Number of blocks of each kind in the real model."""
-
-
-def record_split(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
+def record_split(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> dict[str, Recording]:
     """Record variants of the same split in a forked process.
 
     Raises:
-        RuntimeError: a variant cannot be recorded; contains the traceback.
+        RuntimeError: a variant cannot be recorded.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_record_and_send, args=(cell, split, variants, sender))
-    process.start()
-    sender.close()
-    try:
-        recorded = receiver.recv()
-    except EOFError:
-        recorded = "the recording process was killed"
-    finally:
-        process.join()
-    if isinstance(recorded, str):
-        raise RuntimeError(f"{cell.model} on {cell.machine.name}, split {split}: {recorded}")
-    return recorded
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
+        try:
+            return executor.submit(_record, cell, split, variants).result()
+        except Exception as error:  # whose cause has the traceback of the process
+            raise RuntimeError(f"{cell.model} on {cell.machine.name}, split {split}: {error!r}") from error
 
 
-def _record_and_send(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant], sender: Connection) -> None:
-    try:
-        sender.send(_record(cell, split, variants))
-    except BaseException:
-        sender.send(traceback.format_exc())
-
-
-def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
-    from xfuser_cocodiff.engine.codec import triton_kernels
-
+def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> dict[str, Recording]:
     activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
     emulated = device_type.register()
     _start_xdit(split)
-    with (
-        EmulatedAccelerator(cell.machine.accelerator) as emulator,
-        TritonKernels(emulator, triton_kernels),
-    ):
-        model = full_size.build(cell.model, cell.blocks, emulated)
-        model.workload = cell.workload
+    with EmulatedAccelerator(cell.machine.accelerator) as emulator:
+        model = full_size.build(cell.workload, cell.blocks, emulated)
         recorder = Recorder(emulator, model, cell)
-        return RecordedSplit({variant.name: recorder.record(variant) for variant in variants}, model.counts)
+        return {variant.name: recorder.record(variant) for variant in variants}
 
 
 def _start_xdit(split: UlyssesRingSplit) -> None:
@@ -144,36 +108,31 @@ class Recorder:
         self._device, self._transformer, self._cell = emulator, transformer, cell
         for kind, blocks in transformer.blocks.items():
             for index, block in enumerate(blocks):
-                block.register_forward_pre_hook(self._mark(f"{kind} {index} begin"))
-                block.register_forward_hook(self._mark(f"{kind} {index} end"))
-
-    def _mark(self, name: str) -> Callable[..., None]:
-        def mark(*_: Any) -> None:
-            self._device.mark(name)
-            self._device.sent_tensors = ""  # outside of attention nothing names them
-
-        return mark
+                block.register_forward_pre_hook(lambda *_, name=f"{kind} {index} begin": emulator.mark(name))
+                block.register_forward_hook(lambda *_, name=f"{kind} {index} end": emulator.mark(name))
 
     def record(self, variant: Variant) -> Recording:
-        """Return the recorded steps of a variant. All ranks must call this."""
-        return self._record_rule(variant, variant.rule) if variant.rule else self._record_plugin(variant)
+        """Return the recorded steps of a variant."""
+        if variant.rule:
+            return self._record_rule(variant.rule)
+        session = modes.new_session(variant.mode, self._cell.profile, variant.split, device_type.DEVICE_TYPE)
+        session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
+        bare_runtime.use_session(session)
+        try:
+            with independent_heads_and_queries():
+                return self._record_lossy(session) if session.runtime else self._record_lossless(session)
+        finally:
+            session.close()
+            bare_runtime.use_session(Session())
 
-    def _record_rule(self, variant: Variant, rule: Rule) -> Recording:
+    def _record_rule(self, rule: Rule) -> Recording:
         bare_runtime.use_session(Session())
         with rule.running(self._device) as begin_step:
             program = Program()
             for _ in range(_WARMUP_STEPS):
                 begin_step()
                 program = self._step()
-        name_by_order(program, variant.split.ulysses > 1)
         return Recording({"step": program}, {"step": 1.0})
-
-    def _record_plugin(self, variant: Variant) -> Recording:
-        session = self._new_session(variant)
-        with _in_use(session):
-            if session.runtime is None:
-                return self._record_lossless(session)
-            return self._record_lossy(session)
 
     def _record_lossless(self, session: Session) -> Recording:
         for _ in range(_WARMUP_STEPS):
@@ -229,33 +188,14 @@ class Recorder:
 
     def _step(self, session: Session | None = None, step: int | None = None) -> Program:
         """Run a step and return its program."""
-        if session is not None and session.runtime is not None and step is not None:
+        if session and session.runtime and step is not None:
             session.runtime.clock.step = step
-        if session is not None:
-            session.traffic.reset()
         self._device.begin_step()
-        with torch.inference_mode(), name_by_label(self._device):
+        with torch.inference_mode():
             self._transformer.call(self._cell.resolution, self._cell.batch)
-        if session is not None:
+        if session:
             session.end_step()
         return self._device.end_step()
-
-    def _new_session(self, variant: Variant) -> Session:
-        session = modes.new_session(variant.mode, self._cell.profile, variant.split, device_type.DEVICE_TYPE)
-        session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
-        return session
-
-
-@contextmanager
-def _in_use(session: Session) -> Iterator[None]:
-    """Return a context in which xDiT runs with a session, and after which its hooks are gone."""
-    bare_runtime.use_session(session)
-    try:
-        with independent_heads_and_queries():
-            yield
-    finally:
-        session.close()
-        bare_runtime.use_session(Session())
 
 
 @contextmanager
@@ -267,43 +207,3 @@ def independent_heads_and_queries() -> Iterator[None]:
     """
     with mock.patch.object(eager_attention, "equal_outputs", lambda *_: True):
         yield
-
-
-@contextmanager
-def name_by_label(clock: Clock) -> Iterator[None]:
-    """Return a context in which the plugin's collectives have the letters of the tensors that they send.
-
-    On an accelerator, all collectives of an operation are started with it.
-    """
-
-    def naming(start: Callable[..., Handle]) -> Callable[..., Handle]:
-        def name_and_start(comm_stream: CommStream, label: Label, *arguments: Any, **options: Any) -> Handle:
-            clock.sent_tensors = label.tensors
-            return start(comm_stream, label, *arguments, **options)
-
-        return name_and_start
-
-    with (
-        mock.patch.object(CommStream, "start", naming(CommStream.start)),
-        mock.patch.object(CommStream, "start_collective", naming(CommStream.start_collective)),
-    ):
-        yield
-
-
-def name_by_order(program: Program, has_ulysses: bool) -> None:
-    """Set the letters of the tensors that collectives of stock's schedule send.
-
-    A block sends Q, K and V in one all-to-all or in several, then K and V around a ring, then O in the last all-to-all.
-
-    Args:
-        program: the recorded step.
-        has_ulysses: whether the Ulysses degree is above 1, so that a block begins with an all-to-all.
-    """
-    for name, begin in program.counts.items():
-        if not name.endswith(" begin"):
-            continue
-        end = program.counts[name.removesuffix("begin") + "end"]
-        block = program.collectives[begin.collectives : end.collectives]
-        all_to_alls = [each for each in block if has_ulysses and each.group == block[0].group]
-        for each in block:
-            each.tensors = "kv" if each not in all_to_alls else "o" if each is all_to_alls[-1] else "qkv"

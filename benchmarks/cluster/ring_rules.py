@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 
 from benchmarks.accelerator.device import EmulatedAccelerator
-from benchmarks.cluster.coded_ulysses import wait
+from benchmarks.cluster.ulysses_rules import wait
 
 RESIDUAL_BITS = 2
 
@@ -76,10 +76,8 @@ class ResidualRing:
         Partial outputs are merged as in stock's ring attention. See :func:`gathered_attention` for the arguments.
         """
         self._calls += 1
-        rank, size = self._group.rank(), self._group.size()
-        is_first_step = (self._calls, rank) not in self._bases
-        merger = _SDPAMerger(convert_to_f32=True, seq_dim=1)
-        message = self._encode((self._calls, rank), torch.stack([key, value]), is_first_step)
+        size, merger = self._group.size(), _SDPAMerger(convert_to_f32=True, seq_dim=1)
+        message = self._encode(torch.stack([key, value]))
         for step in range(size):
             if step < size - 1:
                 targets = [(source + 1) % size for source in range(size)]
@@ -88,45 +86,34 @@ class ResidualRing:
             merger.step(output, lse, partial=False)
             if step < size - 1:
                 message = wait(in_flight)
-                place = self._calls, (rank - step - 1) % size
-                key, value = self._bases[place] = self._decode(place, message, (2, *key.shape), is_first_step)
+                key, value = self._decode(step + 1, message, (2, *key.shape))
         return merger.results()[0]
 
-    def _encode(self, place: tuple[int, int], values: torch.Tensor, is_first_step: bool) -> torch.Tensor:
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the message of K and V (2, B, H, S, D) of this rank."""
-        if is_first_step:
-            self._bases[place] = values
+        base = self._bases.setdefault((self._calls, 0), values)
+        if base is values:  # in the first step
             return values
-        base = self._bases[place]
-        scales = _scales(values, base)
-        message_and_base = [(residual_bytes(values.shape),), (values.nbytes,)]
-        message, _ = self._device.run_kernel([values, base, *scales], message_and_base, torch.uint8)
-        return message
+        # Its `int2_quant_fastpath` computes scales of channels (2, 1, H, 1, D) and of tokens (2, B, 1, S, 1) by
+        # PyTorch operators, before its kernel.
+        magnitude = (values - base).abs()
+        of_channels, of_tokens = magnitude.mean((1, 3), keepdim=True), magnitude.mean((2, 4), keepdim=True)
+        of_tokens = of_tokens / (of_tokens.mean((1, 2, 3, 4), keepdim=True) + 1e-6)
+        read, shapes = [values, base, of_channels, of_tokens], [(residual_bytes(values.shape),), (values.nbytes,)]
+        return self._device.run_kernel(read, shapes, torch.uint8)[0]
 
-    def _decode(
-        self, place: tuple[int, int], message: torch.Tensor, shape: Sequence[int], is_first_step: bool
-    ) -> torch.Tensor:
-        """Return K and V (2, B, H, S, D) of another rank from its message."""
-        if is_first_step:
-            return message.view(shape)
-        base = self._bases[place]
-        [decoded] = self._device.run_kernel([message, base], [shape], base.dtype)
-        return decoded
+    def _decode(self, distance: int, message: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return K and V (2, B, H, S, D) of the rank at a distance in the ring, from its message."""
+        place = self._calls, distance
+        if place not in self._bases:
+            self._bases[place] = message.view(shape)
+        else:
+            base = self._bases[place]
+            [self._bases[place]] = self._device.run_kernel([message, base], [shape], base.dtype)
+        return self._bases[place]
 
 
 def residual_bytes(shape: Sequence[int]) -> int:
     """Return the bytes of K and V (2, B, H, S, D) as residuals of 2 bits, with scales of channels and tokens."""
     pair, batch, heads, tokens, dim = shape
     return math.prod(shape) * RESIDUAL_BITS // 8 + 2 * pair * (heads * dim + batch * tokens)
-
-
-def _scales(values: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return CompactFusion's scales of channels (2, 1, H, 1, D) and of tokens (2, B, 1, S, 1).
-
-    Its `int2_quant_fastpath` computes them by PyTorch operators, before its kernel.
-    """
-    magnitude = (values - base).abs()
-    channel_scale = magnitude.mean((1, 3), keepdim=True)
-    token_scale = magnitude.mean((2, 4), keepdim=True)
-    mean = token_scale.mean((1, 2, 3, 4), keepdim=True)
-    return channel_scale, token_scale / (mean + 1e-6)

@@ -1,16 +1,21 @@
-"""The rows of a cell in the record: one per variant, predicted from its recorded steps."""
+"""The rows of a cell in the record: one per variant, predicted from its recorded steps.
+
+The last recorded block of a kind stands for all further ones. The first is slower where launches decide: small kernels
+come before it, so the host is not ahead of the device as it is from then on.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from benchmarks.accelerator.prediction import Outcome, predict, without_communication
+from benchmarks.accelerator.prediction import predict
+from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHES, Program
 from benchmarks.cluster import variants
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import KEYFRAME, Recording, record_split
-from benchmarks.cluster.scaling import StepTotals, full_step_seconds, full_step_totals
 from benchmarks.cluster.variants import BEST_STOCK, STOCK, Variant
+from benchmarks.full_size.architectures import ARCHITECTURES
 from xfuser_cocodiff.lab.launching import transformer_wrappers
 from xfuser_cocodiff.xdit.session.schedule_tuner import choose_by_saving
 
@@ -22,13 +27,11 @@ class RecordedVariant:
     cell: Cell
     variant: Variant
     recording: Recording
-    counts: dict[str, int]
-    """Number of blocks of each kind in the real model."""
 
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Predicted step time of all blocks, by program."""
-        return self._full_seconds(predict)
+        return self._full(lambda each: full_step_seconds(self.cell, each))
 
     @cached_property
     def chosen(self) -> dict[str, str]:
@@ -47,60 +50,58 @@ class RecordedVariant:
 
     def row(self) -> dict[str, Any]:
         """Return its row of the record, without speedups."""
-        alone = self._mean(self._full_seconds(without_communication))
-        totals = {
-            name: full_step_totals(self.cell, self.counts, each) for name, each in self.recording.programs.items()
-        }
-        rule, split = self.variant.rule, self.variant.split
+        alone = self._mean(self._full(lambda each: full_step_seconds(self.cell, each, has_communication=False)))
+        rule, split, axes = self.variant.rule, self.variant.split, [axis.name for axis in self.cell.topology.axes]
         return {
             "mode": self.variant.name,
             "variant": self.variant.name,
-            "system": rule.text if rule else None,
+            "system": rule and f"rule of {rule.system}",
             "split": {"ulysses": split.ulysses, "ring": split.ring},
-            "exchange": self._means(totals, lambda each: each.collectives),
             "schedule": self.chosen,
             "step_seconds": [self.step_seconds],
             "compute_seconds": alone,
             "exposed_seconds": self.step_seconds - alone,
-            "kernel_seconds": self._mean({name: each.kernel_seconds for name, each in totals.items()}),
-            "host_seconds": self._mean({name: each.host_seconds for name, each in totals.items()}),
-            "launches": self._mean({name: each.launches for name, each in totals.items()}),
-            "bytes_per_link": self._means(totals, lambda each: each.link_bytes),
+            "kernel_seconds": self._mean(self._full(lambda each: full_step_total(self.cell, each, KERNEL_SECONDS))),
+            "host_seconds": self._mean(self._full(lambda each: full_step_total(self.cell, each, HOST_SECONDS))),
+            "launches": self._mean(self._full(lambda each: full_step_total(self.cell, each, LAUNCHES))),
+            "bytes_per_link": {
+                axis: self._mean(self._full(partial(full_step_bytes, self.cell, axis))) for axis in axes
+            },
             "lossless": rule.is_lossless if rule else KEYFRAME not in self.recording.programs,
-            "psnr_db": None,
         }
 
-    def _full_seconds(self, predicted: Callable[..., Outcome]) -> dict[str, float]:
-        programs = self.recording.programs.items()
-        return {name: full_step_seconds(self.cell, self.counts, predicted(each, self.cell)) for name, each in programs}
+    def _full(self, value_of: Callable[[Program], float]) -> dict[str, float]:
+        return {name: value_of(program) for name, program in self.recording.programs.items()}
 
     def _mean(self, values: Mapping[str, float]) -> float:
         """Return the mean over a run of values by program."""
         return sum(weight * values[self.chosen[name]] for name, weight in self.recording.weights.items())
 
-    def _means(
-        self, totals: Mapping[str, StepTotals], get: Callable[[StepTotals], Mapping[str, float]]
-    ) -> dict[str, float]:
-        """Return the means over a run of several values by program, each with a name of its own."""
-        values = {program: get(each) for program, each in totals.items()}
-        names = dict.fromkeys(name for each in values.values() for name in each)
-        return {name: self._mean({key: each.get(name, 0.0) for key, each in values.items()}) for name in names}
+
+def full_step_seconds(cell: Cell, program: Program, has_communication: bool = True) -> float:
+    """Return the time of a step with all blocks, given one of the recorded blocks."""
+    outcome = predict(program, cell, has_communication)
+    return _with_further_blocks(cell, outcome.seconds, outcome.marks.__getitem__)
 
 
-def record_variants(cell: Cell, chosen: Sequence[Variant], report: Callable[[str], object]) -> list[RecordedVariant]:
-    """Return variants of a cell with their recorded steps.
+def full_step_total(cell: Cell, program: Program, name: str | int) -> float:
+    """Return what a rank does in a step with all blocks: a sum of the program."""
+    return _with_further_blocks(cell, program.totals[name], lambda mark: program.totals_at[mark][name])
 
-    Raises:
-        RuntimeError: a variant cannot be recorded.
-    """
-    transformer_wrappers.preload(cell.model)
-    recorded = dict[str, RecordedVariant]()
-    for split, together in variants.by_split(chosen).items():
-        report(f"{cell}: record {', '.join(each.name for each in together)}")
-        of_split = record_split(cell, split, together)
-        for each in together:
-            recorded[each.name] = RecordedVariant(cell, each, of_split.recordings[each.name], of_split.counts)
-    return [recorded[each.name] for each in chosen]
+
+def full_step_bytes(cell: Cell, axis: str, program: Program) -> float:
+    """Return the bytes that a rank sends along an axis in a step with all blocks."""
+    peers = [peer for peer in program.totals if isinstance(peer, int) and cell.axis_to(peer) == axis]
+    return sum(full_step_total(cell, program, peer) for peer in peers)
+
+
+def _with_further_blocks(cell: Cell, recorded: float, at: Callable[[str], float]) -> float:
+    """Return a value of all blocks, given that of the recorded ones and its values at the marks."""
+    total = recorded
+    for kind, count in ARCHITECTURES[cell.model].counts(cell.workload).items():
+        last = min(cell.blocks, count) - 1  # SD3.5 has a single last block
+        total += (count - 1 - last) * (at(f"{kind} {last} end") - at(f"{kind} {last} begin"))
+    return cell.workload.calls * total
 
 
 def describe(cell: Cell, names: Sequence[str]) -> dict[str, Any]:
@@ -136,7 +137,13 @@ def predict_cell(cell: Cell, names: Sequence[str], report: Callable[[str], objec
     if cell.problem:
         return {**described, "rows": []}
     chosen = variants.parse(cell, names)
-    rows = [each.row() for each in record_variants(cell, chosen, report)]
+    transformer_wrappers.preload(cell.model)
+    recordings: dict[str, Recording] = {}
+    for split in dict.fromkeys(each.split for each in chosen):
+        together = [each for each in chosen if each.split == split]
+        report(f"{cell}: record {', '.join(each.name for each in together)}")
+        recordings |= record_split(cell, split, together)
+    rows = [RecordedVariant(cell, each, recordings[each.name]).row() for each in chosen]
     return {**described, "rows": compare(rows, variants.contenders(names, chosen))}
 
 
@@ -147,11 +154,10 @@ def compare(rows: Sequence[dict[str, Any]], contenders: Mapping[str, Sequence[st
         rows: one per variant, of which some may be stock.
         contenders: variants of which the fastest one is the row of that name, such as BEST_STOCK.
     """
-    best: list[dict[str, Any]] = []
+    compared = [dict(row) for row in rows]
     for name, names in contenders.items():
         fastest: dict[str, Any] = min([row for row in rows if row["mode"] in names], key=seconds)
-        best.append({**fastest, "mode": name})
-    compared = [dict(row) for row in (*rows, *best)]
+        compared.append({**fastest, "mode": name})
     by_mode = {row["mode"]: row for row in compared}
     for key, baseline in (("speedup", by_mode.get(STOCK)), ("speedup_over_best_stock", by_mode.get(BEST_STOCK))):
         for row in compared:

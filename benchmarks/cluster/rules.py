@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.accelerator.device import EmulatedAccelerator
-from benchmarks.cluster.coded_ulysses import CodedUlysses, UlyssesCodes
 from benchmarks.cluster.ring_rules import ResidualRing, gathered_attention
-from benchmarks.cluster.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
+from benchmarks.cluster.row_codes import FP4, INT8, STATIC_FP8
+from benchmarks.cluster.ulysses_rules import CodedUlysses, UlyssesCodes
 from xfuser_cocodiff.lab.launching.replaced_collectives import (
     Collectives,
     replace_collectives,
@@ -45,11 +45,6 @@ class Rule:
     """Variant of the plugin that is the rule; nothing is replaced then."""
 
     @property
-    def text(self) -> str:
-        """Name for tables."""
-        return f"rule of {self.system}"
-
-    @property
     def needs_ring(self) -> bool:
         """Whether it needs a ring degree above 1: Ulysses within nodes, the ring across."""
         return self.ring != AS_IT_IS
@@ -60,7 +55,7 @@ class Rule:
         return not (self.ulysses and self.ulysses.codes) and self.ring != RESIDUALS
 
     @contextmanager
-    def running(self, device: EmulatedAccelerator) -> Iterator[Callable[[], None]]:
+    def running(self, device: EmulatedAccelerator) -> Iterator[Callable[[], object]]:
         """Return a context in which xDiT runs by this rule; its value is to be called before each denoising step.
 
         The plugin's session must be inactive, and xDiT's process groups must exist.
@@ -69,7 +64,7 @@ class Rule:
             device: runs the rule's kernels.
         """
         replaced: dict[str, Any] = {} if self.combined is None else {"combined": self.combined}
-        begin_step = _no_state
+        begin_step: Callable[[], object] = dict  # no rule but the residuals has a state
         if self.ulysses:
             ulysses = CodedUlysses(self.ulysses, ulysses_group(), device)
             replaced |= {"exchange_inputs": ulysses.exchange_inputs, "exchange_output": ulysses.exchange_output}
@@ -82,11 +77,6 @@ class Rule:
             yield begin_step
 
 
-def _no_state() -> None:
-    """Begin a step of a rule without state."""
-
-
-_KV_ALL_GATHER = "SGLang and vLLM-Omni: one K/V all-gather in place of the ring"
 RULES = {
     rule.name: rule
     for rule in (
@@ -112,33 +102,23 @@ RULES = {
             "xDiT 0.7.0, core/distributed/fp8_comms.py",
             UlyssesCodes(dict.fromkeys("qkvo", STATIC_FP8.name), one_message=False, rotates=True),
         ),
-        # K stays in bf16; all-to-alls are asynchronous.
-        Rule(
-            "fp8-rows",
-            "cache-dit's ulysses_float8",
-            "vipshop/cache-dit@37ef278, src/cache_dit/distributed/core/_distributed_primitives.py, _All2AllComm",
-            UlyssesCodes(
-                {"q": ROW_FP8.name, "v": ROW_FP8.name, "o": ROW_FP8_HALF.name}, one_message=False, overlaps=True
-            ),
-        ),
         Rule(
             "fp4",
             "LightX2V's FP4 communication",
             "ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917",
             UlyssesCodes(dict.fromkeys("qkvo", FP4.name)),
         ),
-        # O stays in bf16. INT8 scales are of rows here; SageAttention2's are of larger groups, 3 % fewer bytes.
+        # O stays in bf16. INT8 scales are of rows here; SageAttention2's are of larger groups, 3 % fewer bytes. The
+        # statistics of K and V, over all tokens, take no collective of their own here.
         Rule(
             "int8",
             "FlashInfer's INT8 Q and K, FP8 V",
             "flashinfer-ai/flashinfer#4924, open",
-            UlyssesCodes(
-                {"q": INT8.name, "k": INT8.name, "v": STATIC_FP8.name}, one_message=True, gathers_statistics="kv"
-            ),
+            UlyssesCodes({"q": INT8.name, "k": INT8.name, "v": STATIC_FP8.name}),
         ),
         Rule(
             "kv-gather",
-            _KV_ALL_GATHER,
+            "SGLang and vLLM-Omni: one K/V all-gather in place of the ring",
             "sgl-project/sglang#32667, vllm-project/vllm-omni#7641",
             ring=GATHER,
         ),

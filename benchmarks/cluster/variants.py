@@ -44,14 +44,6 @@ class Variant:
         return self.rule is not None and self.rule.name in (STOCK, *_STOCK_RULES)
 
 
-def by_split(variants: Sequence[Variant]) -> dict[UlyssesRingSplit, list[Variant]]:
-    """Return variants by their split."""
-    splits: dict[UlyssesRingSplit, list[Variant]] = {}
-    for each in variants:
-        splits.setdefault(each.split, []).append(each)
-    return splits
-
-
 def contenders(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
     """Return, for each name that stands for the fastest of several variants, their names."""
     found = {}

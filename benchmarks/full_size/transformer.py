@@ -1,18 +1,18 @@
 """Builds full-size transformers in xDiT's wrappers, with a few blocks of each kind and without values."""
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from benchmarks.full_size.architectures import architecture
-from benchmarks.full_size.full_mask import FullMask
+from benchmarks.full_size.architectures import ARCHITECTURES
 from benchmarks.full_size.inputs import INPUTS, Inputs, Request
-from benchmarks.full_size.materialize import materialize
 from xfuser_cocodiff.lab.launching import transformer_wrappers
-from xfuser_cocodiff.lab.simulation.workloads import Workload, num_latent_frames
+from xfuser_cocodiff.lab.simulation.workloads import Workload
 
 DTYPE = torch.bfloat16
 
@@ -27,14 +27,11 @@ class FullSizeTransformer:
     """The transformer in xDiT's wrapper."""
     blocks: dict[str, list[nn.Module]]
     """Blocks by kind, in the order of the call."""
-    counts: dict[str, int]
-    """Number of blocks of each kind in the real model."""
     device: torch.device
     """Device of the weights and inputs."""
-    _sizes: dict[str, Any]
-    _inputs: dict[tuple[int, ...], Inputs] = field(default_factory=dict)
+    _inputs: dict[tuple[int, int], Inputs] = field(default_factory=dict)
 
-    def call(self, resolution: int, batch: int = 1, frames: int | None = None) -> torch.Tensor:
+    def call(self, resolution: int, batch: int = 1) -> torch.Tensor:
         """Run one forward on this rank's shard, and return its output.
 
         A step has `workload.calls` such calls. Inputs are created in the first call of each size.
@@ -42,46 +39,84 @@ class FullSizeTransformer:
         Args:
             resolution: pixels per side of a square image, or rows of a video of 16:9.
             batch: number of images or videos.
-            frames: number of frames of a video; the workload's when not given.
 
         Raises:
             ValueError: xDiT cannot shard this size.
         """
-        latent_frames = num_latent_frames(frames) if frames else self.workload.latent_frames or 1
-        size = resolution, batch, latent_frames
-        if size not in self._inputs:
-            self._inputs[size] = INPUTS[self.workload.name](self._request(*size), self._sizes)
-        with torch.no_grad(), FullMask() if "encoder_attention_mask" in self._inputs[size] else nullcontext():
-            output = self.model(**self._inputs[size], return_dict=False)[0]
+        if (resolution, batch) not in self._inputs:
+            request = Request(self.workload, resolution, batch, self.device, DTYPE)
+            self._inputs[resolution, batch] = INPUTS[self.workload.name](request, self.model.config)
+        inputs = self._inputs[resolution, batch]
+        with torch.no_grad(), FullMask() if "encoder_attention_mask" in inputs else nullcontext():
+            output = self.model(**inputs, return_dict=False)[0]
         return output[0] if isinstance(output, tuple) else output
 
-    def _request(self, resolution: int, batch: int, latent_frames: int) -> Request:
-        width, height = self.workload.size(resolution)
-        text_tokens = self.workload.text_tokens + self.workload.cross_text_tokens
-        rows = batch * self.workload.rows_per_image
-        return Request(height, width, latent_frames, rows, text_tokens, self.device, DTYPE)
 
-
-def build(name: str, blocks: int, device: torch.device, **flags: Any) -> FullSizeTransformer:
+def build(workload: Workload, blocks: int, device: torch.device) -> FullSizeTransformer:
     """Return a full-size transformer, and start a runtime state of xDiT for it.
 
     The process groups of xDiT must exist; see :func:`xfuser_cocodiff.lab.launching.bare_runtime.start`.
 
     Args:
-        name: name of the model in :data:`benchmarks.full_size.architectures.ARCHITECTURES`.
+        workload: the model, one of :data:`architectures.ARCHITECTURES`.
         blocks: number of blocks of each kind.
         device: device of the weights, which are not initialized.
-        flags: further flags of xDiT for the runtime state.
-
-    Raises:
-        ValueError: an unknown model, or fewer than one block.
     """
-    if blocks < 1:
-        raise ValueError(f"{blocks} blocks are not valid; valid are positive numbers")
-    workload, parts = architecture(name)
-    sizes = parts.sizes(workload, blocks)
+    parts = ARCHITECTURES[workload.name]
     with torch.device("meta"):
-        model = transformer_wrappers.construct(name, sizes).eval()
+        model = transformer_wrappers.construct(workload.name, parts.sizes(workload, blocks)).eval()
     materialize(model, device, DTYPE)
-    model = transformer_wrappers.wrap(name, model, **flags)
-    return FullSizeTransformer(workload, model, parts.blocks(model), parts.counts(workload), device, sizes)
+    model = transformer_wrappers.wrap(workload.name, model)
+    return FullSizeTransformer(workload, model, parts.blocks(model), device)
+
+
+def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace all tensors of a model on the meta device by uninitialized ones on a device.
+
+    Like `from_pretrained`, it gives weights and saved buffers a dtype, but not buffers that are computed, and not the
+    modules that the model's class keeps in float32. `Module.to_empty` is no alternative: it cannot swap fake tensors.
+
+    Args:
+        model: model whose tensors are on the meta device.
+        device: device of the new tensors.
+        dtype: dtype of its floating-point weights.
+    """
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    for path, module in model.named_modules():
+        saved = module._parameters.keys() | module._buffers.keys() - module._non_persistent_buffers_set
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                is_cast = name in saved and tensor.is_floating_point() and kept.isdisjoint(f"{path}.{name}".split("."))
+                empty = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
+                is_weight = tensors is module._parameters
+                tensors[name] = nn.Parameter(empty, requires_grad=False) if is_weight else empty
+
+
+class FullMask(TorchFunctionMode):
+    """Context in which every one-dimensional Boolean mask that indexes a tensor selects all elements.
+
+    The number of selected elements is a value, which tensors lack. As on an accelerator, the host waits for the device,
+    where the mask is computed.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Replace the masks of an index by all positions."""
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], tuple(_positions(index) for index in args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _positions(index: Any) -> Any:
+    if not isinstance(index, torch.Tensor) or index.dtype != torch.bool:
+        return index
+    if index.device.type != "cpu":
+        torch.accelerator.current_stream(index.device).synchronize()
+    return torch.arange(len(index), device=index.device)

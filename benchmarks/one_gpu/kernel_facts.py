@@ -155,8 +155,7 @@ def layers(setting: Setting) -> Iterator[Row]:
     waits in them for the device. Trace one layer of `balanced`."""
     name, resolution, degree = setting.pick(CASES, TOY_CASES)[0]
     workload = WORKLOADS[name]
-    works = {work.name: work.call for work in bench.layer_calls(workload, resolution, degree, setting.device)}
-    del works["layer"]
+    works = bench.layer_calls(workload, bench.tokens_per_rank(workload, resolution, degree), degree, setting.device)
     _start_alone(degree)
     stock = bare_runtime.stock_all_to_all()
     shape = 1, workload.heads, workload.tokens(resolution) // degree, workload.head_dim

@@ -7,7 +7,7 @@
 #   AURORA_NODES="1 2 4 8"              node counts (default: 1, 2, 4 and 8, as far as the job has them)
 #   AURORA_MODELS="FLUX.1-dev:24 ..."   models of xDiT's registry with their numbers of heads, which limit Ulysses
 #   AURORA_RESOLUTIONS="768 1536 2304"  AURORA_MODES="exact balanced fast paper"  AURORA_STEPS=50  AURORA_REPEATS=3
-#   AURORA_SIZES=6MB,24MB,48MB          message sizes of the all-to-all, per rank
+#   AURORA_SIZES="6MB 24MB 48MB"        message sizes of the all-to-all, per rank
 #   AURORA_XDIT=""                      more arguments for xDiT, such as "--batch_size 4"
 #   AURORA_QUALITY="FLUX.1-dev SD3.5 Qwen-Image"  AURORA_VIRTUAL=2x6x2  AURORA_SEEDS=4  AURORA_QUALITY_SIZE=768
 #   AURORA_RANKS_PER_NODE=12            AURORA_CPU_BIND=list:...        AURORA_CELL_SECONDS=3600
@@ -28,6 +28,7 @@ repeats="${AURORA_REPEATS:-3}"
 steps="${AURORA_STEPS:-50}"
 read -ra models <<< "${AURORA_MODELS:-FLUX.1-dev:24 Qwen-Image:24 SD3.5:38 FLUX.2-dev:48}"
 read -ra resolutions <<< "${AURORA_RESOLUTIONS:-768 1536 2304}"
+read -ra sizes <<< "${AURORA_SIZES:-6MB 24MB 48MB}"
 read -ra modes <<< "${AURORA_MODES:-exact balanced fast paper}"
 read -ra more <<< "${AURORA_XDIT:-}"
 read -ra quality_models <<< "${AURORA_QUALITY-FLUX.1-dev SD3.5 Qwen-Image}"
@@ -103,7 +104,7 @@ campaign() {
         start_on "$nodes"
         "$1" "nodes-$nodes/probe" "${start[@]}" "${cocodiff[@]}" probe --json result.json
         "$1" "nodes-$nodes/a2a" "${start[@]}" python -m benchmarks.a2a --json result.json \
-            --sizes "${AURORA_SIZES:-6MB,24MB,48MB}" --repeats "$repeats"
+            --sizes "${sizes[@]}" --repeats "$repeats"
         for model in "${models[@]}"; do
             degree_for "${model#*:}"
             for size in "${resolutions[@]}"; do

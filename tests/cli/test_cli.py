@@ -17,8 +17,6 @@ from tests import ranks
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
-from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.integration import activation
 
@@ -85,19 +83,6 @@ def test_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     assert on_ranks.run(options, work, print) == on_ranks.FAILED_RANK_STATUS
     assert capsys.readouterr().err == "cocodiff: communication along 'probe': rank 1 failed\n"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_prints_plans_of_a_profile(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    topology = Topology.parse("node=2,gpu=2", 4)
-    links = tuple(AxisLink(axis.name, 1e-5, 1e9) for axis in topology.axes)
-    file, record = tmp_path / "profile.json", tmp_path / "plans.json"
-    file.write_text(json.dumps({"profile": Profile(topology, links, 1e-5, 1e9, 1e9).to_json()}))
-    monkeypatch.setenv("RANK", str(rank))
-    assert cli.main(["plan", "--profile", str(file), "--json", str(record)]) == 0
-    assert bool(capsys.readouterr().out) is record.exists() is (rank == 0)
 
 
 @pytest.mark.slow

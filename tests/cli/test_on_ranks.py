@@ -1,4 +1,4 @@
-"""`cocodiff plan` and `probe` on real ranks: documented records with consistent figures."""
+"""`cocodiff probe` on real ranks: a documented record with consistent figures."""
 
 import dataclasses
 import json
@@ -11,10 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.cli import on_ranks
-from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import link_survey
 
@@ -28,32 +25,12 @@ def write(machine: Profile, folder: Path) -> Path:
     return file
 
 
-def test_plan_prints_and_records_the_choice_of_each_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["plan", "--profile", str(write(MACHINE, tmp_path)), "--sizes", "1KB,2MB,77"]
-    assert cli.main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
-    record = json.loads((tmp_path / "plan.json").read_text())
-    shown = capsys.readouterr().out
-    for size in (1024, 2 * 2**20, 77):
-        rows = {row["plan"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
-        [chosen] = [plan for plan, row in rows.items() if row["chosen"]]
-        assert chosen == str(planner.choose_plan(MACHINE, size))
-        assert chosen in shown
-        for plan, row in rows.items():
-            assert row["predicted_seconds"] == planner.all_to_all_seconds(
-                MACHINE, Plan.parse(plan, MACHINE.topology), size
-            )
-        assert "flat" in rows
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--profile", "absent.json"], ["absent.json"]),
-        (["plan"], ["RANK", "torchrun", "emulated_cluster.sh"]),
         (["probe"], ["RANK", "torchrun"]),
         (["probe", "--topology", "2x2"], ["--topology", "4 ranks"]),
         (["probe", "--timeout", "-1"], ["--timeout", "-1"]),
-        (["simulate", "--cluster", "moon"], ["moon", "aurora"]),
     ],
 )
 def test_bad_options_are_reported(
@@ -63,13 +40,6 @@ def test_bad_options_are_reported(
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words)
-
-
-def test_sizes_are_parsed() -> None:
-    assert on_ranks.parse_sizes("4KB, 1mb,500,2B") == [4096, 2**20, 500, 2]
-    for text in ("", "4GB", "0KB", "1KB;2KB", "-4"):
-        with pytest.raises(ValueError, match="--sizes"):
-            on_ranks.parse_sizes(text)
 
 
 def probe(rank: int) -> dict:

@@ -18,7 +18,7 @@ from xfuser.config import FlexibleArgumentParser
 
 from tests import ranks
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.simulation import simulate
+from xfuser_cocodiff.lab.simulation import plan
 
 REPOSITORY = Path(__file__).parent.parent.parent
 README = REPOSITORY / "README.md"
@@ -183,7 +183,8 @@ def test_speedups_in_the_readme_agree_with_the_simulator(row: str, cluster: str,
     """They are from recorded steps. The simulator also knows rings within nodes, and not stock's best on Aurora."""
     [line] = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", README.read_text(), re.MULTILINE)
     _, *speedups = (cell.strip() for cell in line.split("|"))
-    rows = {each["mode"]: each for each in simulate.sweep(cluster, nodes, "flux.1-dev", "1024")}
+    record = plan.record(model="FLUX.1-dev", resolution=1024, machine=cluster, nodes=int(nodes))
+    rows = {each["mode"]: each for each in record["rows"]}
     for mode, speedup in zip(("exact", "balanced", "fast"), speedups, strict=True):
         # A lossy mode that compresses nothing is as fast as 'exact', and its cell is empty.
         stated = float((speedup or speedups[0]).removesuffix("x"))

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xfuser_cocodiff.cli import compare, env, plan, probe, quality, simulate
+from xfuser_cocodiff.cli import compare, env, plan, probe, quality
 
-COMMANDS = (compare, env, probe, plan, quality, simulate)
+COMMANDS = (compare, env, probe, plan, quality)
 
 
 class _Parser(argparse.ArgumentParser):

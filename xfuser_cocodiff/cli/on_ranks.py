@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from xfuser_cocodiff.engine.topology.topology import NOTATION, Topology
 Work = Callable[[Any, Topology], dict[str, Any]]
 FAILED_RANK_STATUS = 1
 """Exit status of the remaining ranks if one has failed."""
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,16 +87,3 @@ def _topology(options: argparse.Namespace) -> Topology:
             raise ValueError(f"--topology: {error}") from None
     cluster = links.from_environment()
     return cluster.topology if cluster else detected_topology.detect_topology(size, os.environ)
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Parse a list of sizes such as '4KB,1MB,500' to numbers of bytes.
-
-    Raises:
-        ValueError: the list is not valid.
-    """
-    matches = [re.fullmatch(r"\s*(\d{1,15})\s*([KM]?B?)\s*", part, re.IGNORECASE) for part in text.split(",")]
-    numbers = [int(match[1]) * _UNITS.get(match[2].upper(), 0) for match in matches if match]
-    if len(numbers) < len(matches) or not all(numbers):
-        raise ValueError(f"--sizes {text!r} is not valid; valid are bytes, KB and MB above 0, such as 4KB,1MB")
-    return numbers

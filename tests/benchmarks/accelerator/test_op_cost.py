@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.accelerator.program import HOST_SECONDS
 from tests import ranks
 from tests.benchmarks.accelerator.emulated import CALL, LAUNCH, ROUND, SHORTEST, accelerator
 
@@ -25,7 +26,7 @@ def measure(operation: Callable[[], Any], emulator: Any) -> list[Seconds]:
         emulator.launch = lambda each, original=original, launched=launched: (launched.append(each), original(each))
         operation()
         emulator.launch = original
-        seconds.append((launched, emulator.program.host_seconds))
+        seconds.append((launched, emulator.program.totals[HOST_SECONDS]))
     return seconds
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.accelerator.prediction import Outcome, predict, without_communication
-from benchmarks.accelerator.program import GroupPattern, Program, RecordedCollective
+from benchmarks.accelerator.prediction import Outcome, predict
+from benchmarks.accelerator.program import Program, RecordedCollective
 from benchmarks.accelerator.time_line import Instant
 
-EVERYONE, PAIRS, NODES = GroupPattern.of(range(4)), GroupPattern.of([0, 1]), GroupPattern.of([0, 2])
+EVERYONE, PAIRS, NODES = (0, 1, 2, 3), (0, 1), (0, 2)
 
 
 @dataclass
@@ -39,8 +39,8 @@ def outcome(*collectives: RecordedCollective, links: TwoNodes | None = None) -> 
     return predict(Program([*collectives], end=end), links or TwoNodes())
 
 
-def collective(group: GroupPattern, start: float, *sent: int) -> RecordedCollective:
-    return RecordedCollective(group, Instant(start), (99, *sent), (99, *sent))
+def collective(ranks: tuple[int, ...], start: float, *sent: int) -> RecordedCollective:
+    return RecordedCollective(ranks, Instant(start), (99, *sent))
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,11 @@ def test_transfers_share_their_ports(collectives: list[RecordedCollective], seco
 
 def test_kernels_latency_and_contention_are_counted() -> None:
     first = collective(NODES, 1, 10)
-    second = RecordedCollective(NODES, Instant().after_collective(first).after(2), (0, 20), (0, 20))
+    second = RecordedCollective(NODES, Instant().after_collective(first).after(2), (0, 20))
     links = TwoNodes(0.25, slowed=second)
     assert outcome(first, second, links=links).seconds == pytest.approx((1 + 0.5 + 1) + (2 + 0.5 + 3 * 2))
     program = Program([first, second], end=Instant().after_collective(second))
-    assert without_communication(program, links).seconds == pytest.approx(1 + 2)
-
-
-def test_instant_collectives_only_wait_for_their_stream_and_group() -> None:
-    first, second, third = collective(NODES, 0, 20), collective(NODES, 1, 20), collective(NODES, 0, 10)
-    program = Program([first, second, third], {"second": Instant().after_collective(second)})
-    program.end = Instant().after_collective(third)
-    predicted = predict(program, TwoNodes(0.25), [second])
-    assert predicted.marks["second"] == pytest.approx(0.5 + 2)
-    assert predicted.seconds == pytest.approx(0.5 + 2 + 0.5 + 1)
+    assert predict(program, links, has_communication=False).seconds == pytest.approx(1 + 2)
 
 
 def test_collectives_that_wait_for_each_other_are_refused() -> None:

@@ -1,29 +1,28 @@
 """Recorded steps that tests make by hand, with times that are known."""
 
-from benchmarks.accelerator.program import Counts, GroupPattern, Program, RecordedCollective
-from benchmarks.accelerator.time_line import Instant
+from benchmarks.accelerator.clock import Clock
+from benchmarks.accelerator.program import Program
+from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+
+INSTANT = Accelerator("instant host", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=0.0, collective_host_seconds=0.0)
 
 
-def one_block(ranks: int, message_bytes: int, before: float, after: float, kind: str = "block") -> Program:
-    """Return a step of one block: computation, one flat all-to-all, computation.
+def blocks(ranks: int, message_bytes: int, before: float, after: float, count: int = 1) -> Program:
+    """Return a step of blocks: computation, one flat all-to-all, computation.
 
     Args:
         ranks: number of ranks.
         message_bytes: bytes for each rank.
         before: seconds of the computation before the all-to-all.
         after: seconds of the computation after it.
-        kind: kind of the block.
+        count: number of blocks.
     """
-    group = GroupPattern.of(range(ranks))
-    sizes = (message_bytes,) * ranks
-    exchange = RecordedCollective(group, Instant(before), sizes, sizes)
-    end = Instant(before).after_collective(exchange).after(after)
-    return Program(
-        [exchange],
-        {f"{kind} 0 begin": Instant(), f"{kind} 0 end": end},
-        {f"{kind} 0 begin": Counts(0.0, 0.0, 0, 0), f"{kind} 0 end": Counts(before + after, 0.001, 2, 1)},
-        end,
-        kernel_seconds=before + after,
-        host_seconds=0.001,
-        launches=2,
-    )
+    clock = Clock(INSTANT)
+    clock.begin_step()
+    for index in range(count):
+        clock.mark(f"block {index} begin")
+        clock.launch(before)
+        clock.wait_for(clock.start_collective(range(ranks), (message_bytes,) * ranks))
+        clock.launch(after)
+        clock.mark(f"block {index} end")
+    return clock.end_step()

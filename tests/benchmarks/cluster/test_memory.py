@@ -22,7 +22,6 @@ from benchmarks import modes
 from benchmarks.accelerator import device_type
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.operations import Operations
-from benchmarks.accelerator.triton_stand_ins import TritonKernels
 from benchmarks.cluster import recording
 from benchmarks.cluster.cell import Cell
 from benchmarks.full_size import transformer as full_size
@@ -95,19 +94,16 @@ class AllocatedBytes:
 @contextmanager
 def on_two_nodes(cell: Cell, split: UlyssesRingSplit) -> Iterator[tuple[AllocatedBytes, Step]]:
     """Return a context with a rank of a model: its memory, and a function that runs a step."""
-    from xfuser_cocodiff.engine.codec import triton_kernels
-
     dist.destroy_process_group()
     activation.activate()
     emulated, allocated = device_type.register(), AllocatedBytes()
     recording._start_xdit(split)
     with (
         EmulatedAccelerator(cell.machine.accelerator) as emulator,
-        TritonKernels(emulator, triton_kernels),
         allocated.counted(),
         torch.inference_mode(),
     ):
-        transformer = full_size.build(cell.model, cell.blocks, emulated)
+        transformer = full_size.build(cell.workload, cell.blocks, emulated)
 
         def step(session: Session) -> None:
             emulator.begin_step()
@@ -148,7 +144,8 @@ def coded_run(rank: int, cell: Cell, split: UlyssesRingSplit, capacity: float) -
         with mock.patch.object(device_memory, "reader", lambda _: read):
             session = modes.new_session(MODE, cell.profile, split, device_type.DEVICE_TYPE)
         session.runtime.reporter.info = session.runtime.reporter.warn = lines.append
-        with recording._in_use(session):
+        bare_runtime.use_session(session)
+        with recording.independent_heads_and_queries():
             session.begin_run(assumed_change.STEPS)
             for _ in range(STEPS):
                 step(session)
@@ -167,7 +164,8 @@ def test_video_models_fit_wherever_stock_fits(model: str, degree: int, capacity:
     (stock,) = ranks.run(stock_peak, 1, cell, UlyssesRingSplit(8, degree // 8))
     (coded,) = ranks.run(coded_run, 1, cell, split, capacity)
     layer = LayerCommunication(cell.scenario, split, MODE)
-    resident, wanted = RESIDENT[model], layer.reference_bytes.predicted * cell.workload.layers
+    wanted = sum(call.predicted for call in layer.references()) * cell.workload.layers
+    resident = RESIDENT[model]
     stock_gib, peak_gib, full_gib = (each / GIB for each in (stock + resident, coded.peak + resident, wanted))
     print(
         f"{model}, {degree} ranks, {capacity / GIB:.1f} GiB: stock {stock_gib:.1f}, coded {peak_gib:.1f}; {coded.line}"

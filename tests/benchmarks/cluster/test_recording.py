@@ -1,11 +1,9 @@
-"""Recorded steps of stock and the plugin: bytes and seconds of the simulator, and of each tensor once."""
-
-from collections import Counter
+"""Recorded steps of stock and the plugin: bytes and seconds of the simulator."""
 
 import pytest
 
-from benchmarks.cluster import rows, variants
 from benchmarks.cluster.cell import Cell
+from benchmarks.cluster.recording import record_split
 from benchmarks.cluster.rows import RecordedVariant
 from benchmarks.cluster.variants import Variant
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
@@ -16,16 +14,15 @@ from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 def recorded(cell: Cell, mode: str, ulysses: int, ring: int = 1) -> RecordedVariant:
     """Return a mode that the recorder runs, the plugin itself on an emulated accelerator."""
     variant = Variant(mode, UlyssesRingSplit(ulysses, ring), mode=mode)
-    [found] = rows.record_variants(cell, [variant], print)
-    return found
+    return RecordedVariant(cell, variant, record_split(cell, variant.split, [variant])[mode])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "name"), [("balanced", "kv"), ("paper", "heads")])
-def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, name: str) -> None:
+@pytest.mark.parametrize(("mode", "gathered"), [("balanced", ("node",)), ("paper", ())])
+def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, gathered: tuple[str, ...]) -> None:
     known = recorded(Cell(MACHINES["ethernet-25"], 2, "flux.2-dev", 1024), mode, 16)
     row, estimate = known.row(), estimate_step(known.cell.scenario, known.variant.split, mode)
-    assert estimate.exchange == {"node": name, "gpu": "heads"}
+    assert estimate.gathered == gathered
     assert row["bytes_per_link"] == {axis: pytest.approx(size, rel=0.01) for axis, size in estimate.sent_bytes.items()}
     assert known.step_seconds == pytest.approx(estimate.step_seconds, rel=0.05)
 
@@ -37,18 +34,3 @@ def test_simulator_knows_merges_of_rings_and_zero_padding(ulysses: int, ring: in
     known = recorded(Cell(MACHINES["aurora"], 1, "sd3.5-large", 768), "exact", ulysses, ring)
     estimate = estimate_step(known.cell.scenario, known.variant.split, "exact")
     assert known.step_seconds == pytest.approx(estimate.step_seconds, rel=tolerance)
-
-
-@pytest.mark.slow
-def test_recorded_collectives_send_each_tensor_once() -> None:
-    cell = Cell(MACHINES["dgx-h100"], 1, "flux.1-dev", 384)
-    sent = []
-    for each in rows.record_variants(cell, variants.parse(cell, ["exact/flat@v_first=on", "fp4"]), print):
-        sent.append(Counter[str]())
-        for collective in each.recording.programs["step"].collectives:
-            sent[-1][collective.tensors] += sum(collective.sent)
-    stock, exact, fp4 = sent
-    output = 2 * (512 + 24 * 24) // 8 * 3072 * 2  # two blocks; text and image tokens of a rank in bf16
-    assert stock == {"qkv": 3 * output, "o": output, "": stock[""]}  # the model's own output is gathered
-    assert exact == {"v": output, "qk": 2 * output, "o": output, "": stock[""]}
-    assert fp4 == {"qkv": 3 * output * 4.5 / 16, "o": output * 4.5 / 16, "": stock[""]}

@@ -6,13 +6,13 @@ import pytest
 
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.prediction import predict
-from benchmarks.accelerator.program import Program
+from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHES, Program
 from benchmarks.cluster.cell import Cell
-from benchmarks.cluster.scaling import full_step_seconds, full_step_totals, kind_seconds, kind_totals
+from benchmarks.cluster.rows import full_step_bytes, full_step_seconds, full_step_total
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
 from xfuser_cocodiff.lab.simulation.machines import DGX_H100
 
-MS, KIND, COUNT = 1e-3, "block", 40
+MS, KIND, COUNT, CALLS = 1e-3, "block", 40, 2
 HOST_BOUND = Accelerator("host-bound", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=MS, collective_host_seconds=0.0)
 """An accelerator whose launches take 1 ms."""
 SMALL, LARGE = (0.1 * MS,) * 8, (7 * MS,)
@@ -27,7 +27,7 @@ def recorded(blocks: int, message_bytes: int = 0) -> Program:
         clock.mark(f"{KIND} {index} begin")
         for seconds in SMALL:
             clock.launch(seconds)
-        clock.wait_for(clock.start_collective(range(8), (message_bytes,) * 8, (message_bytes,) * 8))
+        clock.wait_for(clock.start_collective(range(8), (message_bytes,) * 8))
         for seconds in LARGE:
             clock.launch(seconds)
         clock.mark(f"{KIND} {index} end")
@@ -35,38 +35,26 @@ def recorded(blocks: int, message_bytes: int = 0) -> Program:
 
 
 def cell(blocks: int) -> Cell:
-    """Return a cell whose step has one call of 40 equal blocks."""
+    """Return a cell whose step has two calls of 40 equal blocks."""
     machine = replace(DGX_H100, launch_seconds=0.0)
-    return Cell(machine, 1, "hunyuanvideo", 720, blocks=blocks)
+    return Cell(machine, 1, "wan2.1-14b", 480, blocks=blocks)
 
 
 @pytest.mark.parametrize("message_bytes", [0, 50_000_000, 400_000_000])
 def test_two_blocks_stand_for_a_step_whose_first_block_waits_for_the_host(message_bytes: int) -> None:
     whole = predict(recorded(COUNT, message_bytes), cell(COUNT)).seconds
-    two = predict(recorded(2, message_bytes), cell(2))
-    assert full_step_seconds(cell(2), {KIND: COUNT}, two) == pytest.approx(whole)
-    assert kind_seconds(cell(2), KIND, COUNT, two) == pytest.approx(whole)
+    assert full_step_seconds(cell(2), recorded(2, message_bytes)) == pytest.approx(CALLS * whole)
+    assert full_step_seconds(cell(COUNT), recorded(COUNT, message_bytes)) == pytest.approx(CALLS * whole)
 
 
 def test_one_block_alone_waits_for_the_host_longer_than_others_do() -> None:
-    one = predict(recorded(1), cell(1))
-    assert full_step_seconds(cell(1), {KIND: COUNT}, one) == pytest.approx(COUNT * (9 + 7) * MS)
+    assert full_step_seconds(cell(1), recorded(1)) == pytest.approx(CALLS * COUNT * (9 + 7) * MS)
     assert predict(recorded(COUNT), cell(COUNT)).seconds == pytest.approx((COUNT * 9 + 7) * MS)
 
 
 def test_totals_count_each_block_once() -> None:
     program = recorded(2, 1000)
-    for totals in (full_step_totals(cell(2), {KIND: COUNT}, program), kind_totals(cell(2), KIND, COUNT, program)):
-        assert totals.launches == COUNT * 9
-        assert totals.kernel_seconds == pytest.approx(COUNT * 7.8 * MS)
-        assert totals.host_seconds == pytest.approx(COUNT * 9 * MS)
-        assert totals.link_bytes == {"gpu": COUNT * 7000}
-
-
-def test_a_kind_of_which_a_model_has_a_single_block_counts_once() -> None:
-    program = recorded(1)
-    outcome = predict(program, cell(2))
-    assert full_step_seconds(cell(2), {KIND: 1}, outcome) == outcome.seconds == pytest.approx((9 + 7) * MS)
-    assert kind_seconds(cell(2), KIND, 1, outcome) == pytest.approx((9 + 7) * MS)
-    assert full_step_totals(cell(2), {KIND: 1}, program).launches == 9
-    assert kind_totals(cell(2), KIND, 1, program).launches == 9
+    totals = {name: full_step_total(cell(2), program, name) for name in (LAUNCHES, KERNEL_SECONDS, HOST_SECONDS)}
+    steps = CALLS * COUNT
+    assert [each / steps for each in totals.values()] == pytest.approx([9, 7.8 * MS, 9 * MS])
+    assert (full_step_bytes(cell(2), "gpu", program), full_step_bytes(cell(2), "node", program)) == (7000 * steps, 0)

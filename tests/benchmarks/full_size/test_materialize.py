@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from benchmarks.full_size.materialize import materialize
+from benchmarks.full_size.transformer import materialize
 
 
 class Layer(nn.Module):

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from benchmarks.full_size.architectures import ARCHITECTURES, LAST, architecture
-from benchmarks.full_size.full_mask import FullMask
-from benchmarks.full_size.transformer import FullSizeTransformer, build
+from benchmarks.full_size.architectures import ARCHITECTURES, LAST
+from benchmarks.full_size.transformer import FullMask, FullSizeTransformer, build
 from tests import mock_device, ranks
 from tests.quick import slow, slow_but
 from xfuser_cocodiff.lab.launching import bare_runtime
@@ -92,10 +91,11 @@ def num_parameters(module: torch.nn.Module) -> int:
 def parameters(rank: int, name: str) -> float:
     """Return the number of parameters of the real model, by extrapolation from one block of each kind."""
     with group(1):
-        full = build(name, 1, torch.device("cpu"))
-    missing = {kind: full.counts[kind] - len(blocks) for kind, blocks in full.blocks.items()}
-    assert sum(full.counts.values()) == full.workload.layers
-    assert list(full.counts) == list(full.blocks)
+        full = build(WORKLOADS[name], 1, torch.device("cpu"))
+    counts = ARCHITECTURES[name].counts(full.workload)
+    missing = {kind: counts[kind] - len(blocks) for kind, blocks in full.blocks.items()}
+    assert sum(counts.values()) == full.workload.layers
+    assert list(counts) == list(full.blocks)
     return num_parameters(full.model) + sum(missing[kind] * num_parameters(full.blocks[kind][0]) for kind in missing)
 
 
@@ -111,7 +111,7 @@ def shapes(rank: int, name: str, resolution: int, degree: int, batch: int) -> tu
     Text that is replicated is joined to Q here, as in attention, and not to K and V.
     """
     with group(degree, rank=degree - 1), attention_calls() as calls:
-        full = build(name, 2, torch.device("cpu"))
+        full = build(WORKLOADS[name], 2, torch.device("cpu"))
         output = full.call(resolution, batch)
     for call in calls:
         if call.get("joint_query") is not None:
@@ -137,7 +137,7 @@ def test_attention_has_the_shapes_of_the_shard(
     name: str, resolution: int, degree: int, batch: int, output: tuple[int, ...]
 ) -> None:
     [(calls, shape)] = ranks.run(shapes, 1, name, resolution, degree, batch)
-    (workload, parts), tokens = architecture(name), shard(WORKLOADS[name], resolution, degree)
+    workload, parts, tokens = WORKLOADS[name], ARCHITECTURES[name], shard(WORKLOADS[name], resolution, degree)
     rows = batch * workload.rows_per_image
     expected = [(rows, workload.heads, tokens.num_tokens(tensor), workload.head_dim) for tensor in "qkv"]
     assert calls == sum(min(2, count) for count in parts.counts(workload).values()) * [expected]
@@ -147,7 +147,7 @@ def test_attention_has_the_shapes_of_the_shard(
 def heads(rank: int, name: str, degree: int) -> tuple[int, int]:
     """Return the heads that xDiT checks, and those of a block's attention."""
     with group(degree):
-        full = build(name, 1, torch.device("cpu"))
+        full = build(WORKLOADS[name], 1, torch.device("cpu"))
     return full.model.config.num_attention_heads, next(iter(full.blocks.values()))[0].attn.heads
 
 
@@ -159,7 +159,7 @@ def test_heads_that_are_not_divisible_pass_the_check(degree: int, checked: int) 
 def flops(rank: int, name: str, resolution: int, degree: int) -> dict[str, int]:
     """Return the FLOPs of the first block of each kind."""
     with group(degree):
-        full = build(name, 1, torch.device("cpu"))
+        full = build(WORKLOADS[name], 1, torch.device("cpu"))
         with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
             full.call(resolution, 1)
     counts = {module: sum(each.values()) for module, each in counter.get_flop_counts().items()}
@@ -224,7 +224,7 @@ def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
     device, waits = mock_device.register_mock_device(), []
     stream = SimpleNamespace(synchronize=lambda: waits.append(1))
     with group(2), mock.patch.object(torch.accelerator, "current_stream", lambda _: stream):
-        full = build(name, 1, device)
+        full = build(WORKLOADS[name], 1, device)
         full.call(resolution)
         waits.clear()
         with OneDevice(device) as operations:
@@ -235,7 +235,7 @@ def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
 @pytest.mark.skipif(not mock_device.HAS_BACKENDS, reason="this PyTorch has no devices written in Python")
 @pytest.mark.parametrize("name", slow_but(["sd3.5-large"], ARCHITECTURES))
 def test_calls_need_no_values_and_no_other_device(name: str) -> None:
-    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if WORKLOADS[name].latent_frames else 1024)
+    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if WORKLOADS[name].frames else 1024)
     assert num_operations > 100
     assert waits == (name == "hunyuanvideo")  # it indexes text by a mask
 
@@ -245,9 +245,3 @@ def test_a_full_mask_selects_everything() -> None:
     with FullMask():
         assert torch.equal(values[:, torch.tensor([True, False, False])], values)
         assert torch.equal(values[torch.tensor([1])], values[1:])
-
-
-@pytest.mark.parametrize(("name", "blocks"), [("flux", 1), ("flux.1-dev", 0)])
-def test_unknown_models_are_rejected(name: str, blocks: int) -> None:
-    with pytest.raises(ValueError, match="not valid"):
-        build(name, blocks, torch.device("cpu"))

@@ -3,18 +3,19 @@
 import pytest
 
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
-from xfuser_cocodiff.lab.simulation.layer_time import Computation, Gather, Message, Schedule, layer_time
+from xfuser_cocodiff.lab.simulation.collectives import Message
+from xfuser_cocodiff.lab.simulation.layer_time import Computation, Schedule, layer_time
 
 ROUND = Accelerator("round", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=0.0, collective_host_seconds=0.0)
 COMPUTED = Computation(query_key=2.0, parallel=0.0, attention=6.0, rest=1.0, host=0.0)
-NO_RING = Gather(0.0, {}, 0, 0)
+NO_RING = Message()
 
 
 def message(seconds: float, codec_seconds: float = 0.0) -> Message:
-    return Message(seconds, {}, 1.0, 1, 0, 0, codec_seconds)
+    return Message(seconds, {}, 1, 1.0, codec_seconds=codec_seconds)
 
 
-def device_seconds(schedule: Schedule, gather: Gather = NO_RING, ring: int = 1) -> float:
+def device_seconds(schedule: Schedule, gather: Message = NO_RING, ring: int = 1) -> float:
     return layer_time(COMPUTED, schedule, gather, ring, ROUND, overlaps=True).device
 
 
@@ -42,6 +43,6 @@ def test_head_groups_hide_links_and_not_codecs() -> None:
 def test_codecs_of_a_ring_delay_attention_to_the_own_block() -> None:
     schedule = Schedule({"qkv": message(1.0)}, message(1.0))
     without = 2 + 1 + 6 + 1 + 1
-    assert device_seconds(schedule, Gather(2.5, {}, 1, 0), ring=2) == without  # hidden behind 3 s
-    assert device_seconds(schedule, Gather(2.5, {}, 1, 0, codec_seconds=0.5), ring=2) == without + 0.5
-    assert device_seconds(schedule, Gather(4.0, {}, 1, 0, codec_seconds=0.5), ring=2) == without + 1.0
+    assert device_seconds(schedule, Message(2.5, {}, 1), ring=2) == without  # hidden behind 3 s
+    assert device_seconds(schedule, Message(2.5, {}, 1, codec_seconds=0.5), ring=2) == without + 0.5
+    assert device_seconds(schedule, Message(4.0, {}, 1, codec_seconds=0.5), ring=2) == without + 1.0

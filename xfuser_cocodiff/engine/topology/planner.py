@@ -1,6 +1,6 @@
 """The planner: an alpha-beta cost model of the links, and the fastest plan for a message size under it.
 
-The same model makes predictions for measured machines and, in `cocodiff simulate`, for machines known by published
+The same model makes predictions for measured machines and, in `cocodiff plan`, for machines known by published
 figures only.
 """
 

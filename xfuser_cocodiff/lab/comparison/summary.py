@@ -13,7 +13,6 @@ from xfuser_cocodiff.lab.reporting.formatting import (
     format_percent,
     sum_over_axes,
 )
-from xfuser_cocodiff.lab.simulation.exchange import describe
 
 NODE = "node"
 NO_SIGNIFICANT_DIFFERENCE = "no significant difference"
@@ -70,8 +69,9 @@ def exchange_lines(record: Mapping[str, Any]) -> list[str]:
     lines = []
     for run in record["runs"]:
         if run["exchange"]:
-            sent = describe({stage: format_bytes(count) for stage, count in (run["bytes"] or {}).items()})
-            lines.append(f"Exchange of {run['name']}: {describe(run['exchange'])}; sent: {sent or NOT_MEASURED}")
+            sent = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in (run["bytes"] or {}).items())
+            how = ", ".join(f"{axis} {each}" for axis, each in run["exchange"].items())
+            lines.append(f"Exchange of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
     return lines
 
 

@@ -1,9 +1,9 @@
 """Predicts collectives by the planner's cost model: seconds, and bytes along each axis."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -12,27 +12,35 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 
 
 @dataclass(frozen=True)
-class CommCost:
-    """Cost of one collective or of several, one after the other, on a rank; without codecs."""
+class Message:
+    """One message of a layer on a rank: the collectives that carry it, one after the other, and the work around it."""
 
-    seconds: float
-    sent_bytes: dict[str, float]
+    seconds: float = 0.0
+    """Seconds until it has arrived, without the copies around it."""
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes that the rank sends along each axis, by name."""
-    collectives: int
+    collectives: int = 0
     """Number of collectives: the stages of their plans."""
+    nbytes: float = 0.0
+    """Bytes per rank that are copied; 0 if there is nothing to send."""
+    copies: int = 0
+    """Copies into and out of its buffers."""
+    operators: int = 0
+    """Operators that the host calls for it, including the copies."""
+    codec_seconds: float = 0.0
+    """Part of `seconds` in which its codecs take the device, so that it computes nothing else."""
 
     @classmethod
-    def sum(cls, costs: Iterable["CommCost"]) -> "CommCost":
-        """Return the cost of all of them."""
-        seconds, sent, collectives = 0.0, defaultdict[str, float](float), 0
-        for each in costs:
-            seconds, collectives = seconds + each.seconds, collectives + each.collectives
-            for axis, nbytes in each.sent_bytes.items():
-                sent[axis] += nbytes
-        return cls(seconds, sent, collectives)
+    def sum(cls, costs: Iterable["Message"]) -> "Message":
+        """Return the collectives of all of them, one after the other."""
+        parts = list(costs)
+        sent = Counter[str]()
+        for each in parts:
+            sent.update(each.sent_bytes)
+        return cls(sum(each.seconds for each in parts), dict(sent), sum(each.collectives for each in parts))
 
 
-def all_to_all(profile: Profile, message_bytes: float, plan: Plan | None = None) -> CommCost:
+def all_to_all(profile: Profile, message_bytes: float, plan: Plan | None = None) -> Message:
     """Return the cost of an all-to-all.
 
     Args:
@@ -42,10 +50,10 @@ def all_to_all(profile: Profile, message_bytes: float, plan: Plan | None = None)
     """
     plan = plan or planner.choose_plan(profile, message_bytes)
     seconds = planner.all_to_all_seconds(profile, plan, message_bytes)
-    return CommCost(seconds, sent_bytes(plan, message_bytes), len(plan.stages))
+    return Message(seconds, sent_bytes(plan, message_bytes), len(plan.stages))
 
 
-def all_gather(profile: Profile, block_bytes: float, plan: Plan | None = None) -> CommCost:
+def all_gather(profile: Profile, block_bytes: float, plan: Plan | None = None) -> Message:
     """Return the cost of an all-gather.
 
     Args:
@@ -54,14 +62,11 @@ def all_gather(profile: Profile, block_bytes: float, plan: Plan | None = None) -
         plan: its plan; the best one when not given.
     """
     plan = plan or planner.choose_gather_plan(profile, block_bytes)
-    return CommCost(
-        planner.gather_seconds(profile, plan, block_bytes), gathered_bytes(plan, block_bytes), len(plan.stages)
-    )
+    seconds = planner.gather_seconds(profile, plan, block_bytes)
+    return Message(seconds, gathered_bytes(plan, block_bytes), len(plan.stages))
 
 
-def coded_all_to_all(
-    profile: Profile, message_bytes: float, payload_bytes: float, slow_axes: Sequence[str]
-) -> CommCost:
+def coded_all_to_all(profile: Profile, message_bytes: float, payload_bytes: float, slow_axes: Sequence[str]) -> Message:
     """Return the cost of an all-to-all whose values cross the fast axes first, and then, encoded, the slow ones.
 
     Args:
@@ -72,12 +77,12 @@ def coded_all_to_all(
     """
     slow, fast = planner.divide_axes(profile, slow_axes)
     parts = [(fast, message_bytes), (slow, payload_bytes)]
-    return CommCost.sum(all_to_all(part, size) for part, size in parts if part)
+    return Message.sum(all_to_all(part, size) for part, size in parts if part)
 
 
 def ring_gather(
     profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
-) -> CommCost:
+) -> Message:
     """Return the cost of gathering K and V of all ranks of a ring.
 
     A coded block crosses the slow axes first. A rank's own block and those that it has decoded then cross the fast
@@ -94,7 +99,7 @@ def ring_gather(
         return all_gather(profile, block_bytes)
     others_bytes = (slow.topology.size - 1) * block_bytes
     parts = [(slow, payload_bytes), (fast, block_bytes), (fast, others_bytes)]
-    return CommCost.sum(all_gather(part, size) for part, size in parts if part)
+    return Message.sum(all_gather(part, size) for part, size in parts if part)
 
 
 def sent_bytes(plan: Plan, message_bytes: float) -> dict[str, float]:
@@ -130,9 +135,3 @@ def gathered_bytes(plan: Plan, block_bytes: float) -> dict[str, float]:
 def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
     """Return the number of coordinates on the named axes."""
     return math.prod(axis.size for axis in topology.axes if axis.name in axes)
-
-
-def lower_bound_seconds(profile: Profile, message_bytes: float) -> float:
-    """Return a lower bound over all plans: the time of the busiest axis for the bytes that must cross it."""
-    flat = Plan.flat(profile.topology).stages[0]
-    return planner.stage_cost(profile, flat, message_bytes).wire / profile.contention

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
-from xfuser_cocodiff.lab.simulation.layers import (
-    BYTES_PER_VALUE,
-    JOINT,
-    ROW,
-    LayerKind,
-    Pointwise,
-    Work,
-)
+from xfuser_cocodiff.lab.simulation.collectives import Message
+from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE, JOINT, ROW, LayerKind, Pointwise, Work
 from xfuser_cocodiff.lab.simulation.scenario import Scenario
 
 INSTANT = Accelerator("instant", math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0)
@@ -90,25 +84,6 @@ def _merges(ring: int) -> Work:
     )
 
 
-class Message(NamedTuple):
-    """One all-to-all of a layer; with gathered K and V, one along the fast axes and the all-gather after it."""
-
-    seconds: float
-    """Seconds until it has arrived, without the copies around it."""
-    sent_bytes: Mapping[str, float]
-    """Bytes that a rank sends along each axis."""
-    nbytes: float
-    """Bytes per rank; 0 if there is nothing to send."""
-    collectives: int
-    """Collectives that carry it."""
-    copies: int
-    """Copies into and out of its buffers."""
-    operators: int
-    """Operators that the host calls for it, including the copies."""
-    codec_seconds: float = 0.0
-    """Part of `seconds` in which its codecs take the device, so that it computes nothing else."""
-
-
 class Schedule(NamedTuple):
     """All-to-alls of a layer."""
 
@@ -133,21 +108,6 @@ class Schedule(NamedTuple):
         return [*self.inputs.values(), *self.further, *[self.output] * self.groups]
 
 
-class Gather(NamedTuple):
-    """All-gather of K and V in a ring."""
-
-    seconds: float
-    """Seconds until K and V of all ranks of the ring have arrived."""
-    sent_bytes: Mapping[str, float]
-    """Bytes that a rank sends along each axis."""
-    collectives: int
-    """Collectives that carry it."""
-    operators: int
-    """Operators that the host calls for it."""
-    codec_seconds: float = 0.0
-    """Part of `seconds` in which its codecs take the device."""
-
-
 class LayerTime(NamedTuple):
     """Seconds of a layer."""
 
@@ -161,7 +121,7 @@ class LayerTime(NamedTuple):
 
 
 def layer_time(
-    computation: Computation, schedule: Schedule, gather: Gather, ring: int, accelerator: Accelerator, overlaps: bool
+    computation: Computation, schedule: Schedule, gather: Message, ring: int, accelerator: Accelerator, overlaps: bool
 ) -> LayerTime:
     """Return the time of a layer.
 

@@ -1,12 +1,12 @@
 """Provides the kinds of layers of diffusion transformers: their linear layers and pointwise kernels.
 
-FLOPs follow from the linear layers. Pointwise kernels are counted in diffusers' blocks, whose code xDiT runs in eager
+FLOPs follow from the linear layers. Pointwise kernels are those of diffusers' blocks, whose code xDiT runs in eager
 mode; tests compare both with the real modules.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
 
@@ -41,6 +41,14 @@ class Work:
     linear: tuple[Linear, ...] = ()
     pointwise: tuple[Pointwise, ...] = ()
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Work":
+        """Return the work of an entry of the table of layers, which is empty where there is none."""
+        return cls(
+            tuple(Linear(*each) for each in values.get("linear", ())),
+            tuple(Pointwise(*each) for each in values.get("pointwise", ())),
+        )
+
     @property
     def kernels(self) -> int:
         """Number of kernel launches."""
@@ -69,9 +77,6 @@ class Work:
         return total
 
 
-_NOTHING = Work()
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """Layers that cost the same. The reordering around all-to-alls is not part of them."""
@@ -83,10 +88,17 @@ class LayerKind:
     """Projections, norms and RoPE of Q and K, which V does not need."""
     rest: Work
     """All else, without attention."""
-    parallel: Work = _NOTHING
+    parallel: Work = Work()
     """MLP parallel to attention, which the plugin defers until Q, K and V are in flight."""
     has_cross_attention: bool = False
     """Whether a second attention, without all-to-alls, attends to the text."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "LayerKind":
+        """Return the kind of an entry of the table of layers."""
+        query_key, rest, parallel = (Work.from_json(values.get(part, {})) for part in ("query_key", "rest", "parallel"))
+        has_cross_attention = values.get("has_cross_attention", False)
+        return cls(values["name"], values["count"], query_key, rest, parallel, has_cross_attention)
 
     @property
     def kernels(self) -> int:
@@ -97,48 +109,3 @@ class LayerKind:
     def parts(self) -> tuple[Work, Work, Work]:
         """All parts."""
         return self.query_key, self.rest, self.parallel
-
-
-def double_stream(
-    count: int,
-    own_norms: tuple[Pointwise, ...],
-    mlp: tuple[float, float] = (4, 4),
-    mlp_pointwise: tuple[int, float] = (8, 24),
-    own_modulation: bool = True,
-) -> LayerKind:
-    """Return layers with separate weights for image and text, which attend together.
-
-    Args:
-        count: number of layers.
-        own_norms: norms and RoPE of Q and K.
-        mlp: outputs of the MLP's first linear layer and inputs of its second, in widths.
-        mlp_pointwise: kernels and passes of a stream after attention.
-        own_modulation: whether the layer projects its modulation itself.
-    """
-    linear, pointwise = [], [Pointwise(ROW, 6, 12) if own_modulation else Pointwise(ROW, 4, 8)]
-    for stream in (IMAGE, TEXT):
-        linear += [Linear(ROW, 1, 6)] if own_modulation else []
-        linear += [Linear(stream), Linear(stream), Linear(stream, 1, mlp[0]), Linear(stream, mlp[1], 1)]
-        pointwise += [Pointwise(stream, 3, 6), Pointwise(stream, *mlp_pointwise)]
-    pointwise += [Pointwise(JOINT, 1, 2)]  # V of both streams, concatenated
-    query_key = Work(tuple(Linear(stream) for stream in (IMAGE, IMAGE, TEXT, TEXT)), own_norms)
-    return LayerKind("double", count, query_key, Work(tuple(linear), tuple(pointwise)))
-
-
-def single_stream(
-    count: int, own_norms: tuple[Pointwise, ...], before: tuple[int, float], after: tuple[int, float]
-) -> LayerKind:
-    """Return layers with the same weights for image and text, and an MLP parallel to attention.
-
-    Args:
-        count: number of layers.
-        own_norms: norms and RoPE of Q and K.
-        before: kernels and passes before attention, without those and the MLP's.
-        after: kernels and passes after attention.
-    """
-    rest = Work(
-        (Linear(ROW, 1, 3), Linear(JOINT), Linear(JOINT, 5, 1)),
-        (Pointwise(ROW, 2, 4), Pointwise(JOINT, *before), Pointwise(JOINT, *after)),
-    )
-    parallel = Work((Linear(JOINT, 1, 4),), (Pointwise(JOINT, 1, 8),))
-    return LayerKind("single", count, Work((Linear(JOINT),) * 2, own_norms), rest, parallel)

@@ -9,30 +9,11 @@ from dataclasses import dataclass
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, Workload
 
 PADDED, UNSUPPORTED, ROWS, WHOLE = "padded", "unsupported", "rows", "whole"
+"""Rules of image tokens, and the first two also of text tokens: PADDED with zeros that attention does not mask;
+UNSUPPORTED by xDiT, though the plugin pads image tokens; ROWS, where xDiT fails unless the number of token rows is
+divisible; or WHOLE, where it fails unless their number is."""
 REPLICATED, JOINT = "replicated", "joint"
-
-
-@dataclass(frozen=True)
-class ShardingRule:
-    """How xDiT handles the tokens of a model that are not divisible by the degree."""
-
-    image: str
-    """For image tokens: PADDED with zeros that attention does not mask; UNSUPPORTED by xDiT, but padded by the plugin;
-    ROWS, where xDiT fails unless the number of token rows is divisible; or WHOLE, where it fails unless their number
-    is."""
-    text: str
-    """For text tokens: PADDED or UNSUPPORTED; REPLICATED on every rank, where attention sees one copy per rank; or
-    JOINT, replicated on every rank, where attention sees one copy."""
-
-
-RULES = {
-    "flux.1-dev": ShardingRule(UNSUPPORTED, REPLICATED),
-    "flux.2-dev": ShardingRule(PADDED, UNSUPPORTED),
-    "sd3.5-large": ShardingRule(ROWS, JOINT),
-    "qwen-image": ShardingRule(PADDED, PADDED),
-    "hunyuanvideo": ShardingRule(WHOLE, JOINT),
-    "wan2.1-14b": ShardingRule(PADDED, PADDED),  # text is not in the sequence
-}
+"""Rules of text tokens: replicated on every rank, where attention sees one copy per rank, or one copy."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +52,22 @@ def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
     """Return the tokens of one rank when `degree` ranks share the sequence of a model.
 
     Args:
-        workload: model with an entry in :data:`RULES`.
+        workload: the model.
         resolution: pixels per side, or rows of a video.
         degree: Ulysses degree times ring degree.
     """
-    rule = RULES[workload.name]
     image, text = -(-workload.image_tokens(resolution) // degree), workload.text_tokens
     key_text = query_text = -(-text // degree)
     attended = (image + key_text) * degree
-    if text % degree and rule.text == REPLICATED:
+    if text % degree and workload.text_rule == REPLICATED:
         query_text = key_text = text
         attended = (image + text) * degree
-    elif text % degree and rule.text == JOINT:
+    elif text % degree and workload.text_rule == JOINT:
         query_text, key_text = text, 0
         attended = image * degree + text
     notes = [
-        (_image_note(workload, resolution, degree), rule.image in (ROWS, WHOLE)),
-        (_text_note(workload, degree), rule.text == UNSUPPORTED),
+        (_image_note(workload, resolution, degree), workload.image_rule in (ROWS, WHOLE)),
+        (_text_note(workload, degree), workload.text_rule == UNSUPPORTED),
     ]
     remarks = tuple(note for note, is_problem in notes if note and not is_problem)
     problem = next((note for note, is_problem in notes if note and is_problem), None)
@@ -96,53 +76,31 @@ def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
 
 def _image_note(workload: Workload, resolution: int, degree: int) -> str | None:
     """Return how xDiT handles the image tokens, or None if they are divisible."""
-    rule, tokens = RULES[workload.name].image, workload.image_tokens(resolution)
-    if _is_divisible(workload, resolution, degree):
+    is_in_rows, tokens = workload.image_rule == ROWS, workload.image_tokens(resolution)
+    counted = resolution // PIXELS_PER_TOKEN if is_in_rows else tokens
+    if counted % degree == 0:
         return None
-    if rule == PADDED:
-        return _padding_note(f"{tokens} image tokens", -(-tokens // degree) * degree)
-    if rule == UNSUPPORTED:
-        return f"{tokens} image tokens are not divisible by {degree}: xDiT fails; the plugin zero-pads and masks them"
-    valid = " or ".join(f"{other} px" for other in _nearest_resolutions(workload, resolution, degree))
-    indivisible = f"{resolution // PIXELS_PER_TOKEN} rows of image" if rule == ROWS else f"{tokens} image"
-    return f"{indivisible} tokens are not divisible by {degree}: xDiT fails; use {valid}"
+    if workload.image_rule == PADDED:
+        return f"{tokens} image tokens are zero-padded to {-(-tokens // degree) * degree}; attention sees the padding"
+    reason = f"{counted} {'rows of ' if is_in_rows else ''}image tokens are not divisible by {degree}: xDiT fails"
+    if workload.image_rule == UNSUPPORTED:
+        return f"{reason}; the plugin zero-pads and masks them"
+    return f"{reason}; use a --resolution that is a multiple of {PIXELS_PER_TOKEN * degree}"
 
 
 def _text_note(workload: Workload, degree: int) -> str | None:
     """Return how xDiT handles the text tokens, or None if they are divisible."""
-    rule, tokens = RULES[workload.name].text, workload.text_tokens
+    tokens, rule = workload.text_tokens, workload.text_rule
     if tokens % degree == 0:
         return None
-    if rule == PADDED:
-        return _padding_note(f"{tokens} text tokens", -(-tokens // degree) * degree)
-    reason = f"{tokens} text tokens are not divisible by {degree}"
-    divisible = f"--max_sequence_length {max(tokens // degree, 1) * degree}"
-    if rule == UNSUPPORTED:
-        return f"{reason}: xDiT fails; use {divisible}"
-    if rule == REPLICATED:
-        copies = f"replicated on every rank, and attention sees {degree} copies"
-        return f"{reason}: {copies}; use {divisible} to shard them"
-    return f"{reason}: replicated on every rank, and attention sees one copy"
-
-
-def _padding_note(tokens: str, padded: int) -> str:
-    return f"{tokens} are zero-padded to {padded}; attention does not mask the padding"
-
-
-def _nearest_resolutions(workload: Workload, resolution: int, degree: int) -> list[int]:
-    """Return the next smaller and the next larger resolution with divisible image tokens."""
-    resolutions = []
-    for step in (-PIXELS_PER_TOKEN, PIXELS_PER_TOKEN):
-        other = resolution + step
-        while other > 0 and not _is_divisible(workload, other, degree):
-            other += step
-        resolutions += [other] if other > 0 else []
-    return resolutions
-
-
-def _is_divisible(workload: Workload, resolution: int, degree: int) -> bool:
-    in_rows = RULES[workload.name].image == ROWS
-    return (resolution // PIXELS_PER_TOKEN if in_rows else workload.image_tokens(resolution)) % degree == 0
+    reason, fewer = f"{tokens} text tokens are not divisible by {degree}", max(tokens // degree, 1) * degree
+    return {
+        PADDED: f"{tokens} text tokens are zero-padded to {-(-tokens // degree) * degree}; attention sees the padding",
+        UNSUPPORTED: f"{reason}: xDiT fails; use --max_sequence_length {fewer}",
+        REPLICATED: f"{reason}: replicated on every rank, and attention sees {degree} copies; use "
+        f"--max_sequence_length {fewer} to shard them",
+        JOINT: f"{reason}: replicated on every rank, and attention sees one copy",
+    }[rule]
 
 
 def ulysses_degrees(heads: int, degree: int) -> list[int]:

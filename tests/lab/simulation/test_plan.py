@@ -1,4 +1,4 @@
-"""Tests of `cocodiff plan --model`: divisibility, traffic, memory and step times, each against independent values."""
+"""Tests of `cocodiff plan`: divisibility, traffic, memory and step times, each against independent values."""
 
 import dataclasses
 import itertools
@@ -20,17 +20,17 @@ from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes, default_budget
+from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
+from xfuser_cocodiff.engine.topology.plans import HEADS, KV, Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.simulation import assumed_change, plan_model, sharding
+from xfuser_cocodiff.lab.simulation import assumed_change, plan, sharding
 from xfuser_cocodiff.lab.simulation.collectives import sent_bytes
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
-from xfuser_cocodiff.lab.simulation.exchange import HEADS, KV
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step, possible_splits, rank_splits
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.lab.simulation.workloads import ALIASES, WORKLOADS, find_workload
 from xfuser_cocodiff.xdit.settings.config import Overlap
 from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
@@ -39,19 +39,17 @@ FAST = 1e12
 
 
 def make_scenario(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> Scenario:
-    return plan_model.make_scenario(model, resolution, degree, **{"cluster": "aurora", **more})
+    return plan.make_scenario(model, resolution, ranks=degree, **{"machine": "aurora", **more})
 
 
 # Heads and tokens.
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster"), in_turn([(model,) for model in (*plan_model.ALIASES, "qwen-image")], MACHINES)
-)
-def test_every_split_is_divisible_and_aligned_with_the_axes(model: str, cluster: str) -> None:
-    machine = MACHINES[cluster]
+@pytest.mark.parametrize(("model", "name"), in_turn([(model,) for model in (*ALIASES, "qwen-image")], MACHINES))
+def test_every_split_is_divisible_and_aligned_with_the_axes(model: str, name: str) -> None:
+    machine = MACHINES[name]
     for nodes in (1, 2, 3, 4):
-        scenario = make_scenario(model, 2304, nodes * machine.ranks_per_node, cluster=cluster)
+        scenario = make_scenario(model, 2304, nodes * machine.ranks_per_node, machine=name)
         splits = possible_splits(scenario, "exact")
         assert splits
         for split in splits:
@@ -59,7 +57,7 @@ def test_every_split_is_divisible_and_aligned_with_the_axes(model: str, cluster:
             assert split.ulysses_topology(scenario.topology).size == split.ulysses
             assert split.ring_topology(scenario.topology).size == split.ring
         assert all(scenario.workload.heads % split.ulysses == 0 for split in possible_splits(scenario, STOCK))
-        estimates = rank_splits(scenario, None)
+        estimates = rank_splits(scenario, "balanced")
         assert {estimate.split for estimate in estimates} == {*splits}
         assert estimates[0].step_seconds == min(estimate.step_seconds for estimate in estimates)
 
@@ -88,7 +86,7 @@ def test_ulysses_degrees_of_stock_divide_the_heads() -> None:
         ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "the plugin zero-pads"]),
         ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
         ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["replicated on every rank", "one copy"]),
-        ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "use 768 px or 1152 px"]),
+        ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "a multiple of 384"]),
         ("qwen-image", 1024, 24, 171, 177, 177, 24 * 177, ["padded to 4104", "padded to 144"]),
         ("hunyuanvideo", 720, 16, 45 * 80 * 33 // 16, 7441, 7441, 119056, []),
         ("hunyuanvideo", 720, 24, 4950, 5206, 4950, 118800 + 256, ["one copy"]),
@@ -127,7 +125,7 @@ def fraction_by_hand(head_dim: int) -> float:
 
 def test_traffic_equals_a_calculation_by_hand() -> None:
     """FLUX.1-dev at 1024 px on two nodes of 8 ranks, as 8 x 2 with the ring within nodes."""
-    scenario = make_scenario(cluster="ethernet-100")
+    scenario = make_scenario(machine="ethernet-100")
     exact = estimate_step(scenario, UlyssesRingSplit(8, 2, "inner"), "exact")
     tensor = 57 * 288 * 24 * 128 * 2  # one tensor of all layers: 288 tokens, 24 heads of 128 values, two bytes
     assert exact.ring_bytes == {"gpu": 2 * tensor}  # K and V to the other rank of the ring
@@ -142,16 +140,16 @@ def test_traffic_equals_a_calculation_by_hand() -> None:
 
 def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
     """FLUX.1-dev on two nodes of 8 ranks, without a ring: 24 heads, divided over the 8 ranks of a node only."""
-    scenario = make_scenario(cluster="ethernet-100")
+    scenario = make_scenario(machine="ethernet-100")
     encoded = estimate_step(scenario, UlyssesRingSplit(16, 1), "balanced")
     tensor = 57 * 288 * 24 * 128 * 2
-    assert encoded.exchange == {"node": KV, "gpu": HEADS}
+    assert encoded.gathered == ("node",)
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 7 / 8)  # Q, K, V and O, lossless
     assert encoded.sent_bytes["node"] == pytest.approx(fraction_by_hand(128) * 2 * tensor, rel=1e-3)  # to one node
     predictor = 2 if modes.BALANCED.predictor else 1
     # K and V of both nodes, a byte for a value and for a row.
     assert encoded.reference_bytes == predictor * 2 * 2 * tensor // 2 * 129 // 128
-    assert estimate_step(scenario, UlyssesRingSplit(16, 1), "paper").exchange == {"node": HEADS, "gpu": HEADS}
+    assert estimate_step(scenario, UlyssesRingSplit(16, 1), "paper").gathered == ()
 
 
 @pytest.mark.parametrize(
@@ -161,14 +159,14 @@ def test_kv_are_gathered_where_that_sends_no_more_bytes(heads_per_kv_head: int, 
     """K and V have 192 heads, which no number of ranks here pads. At equal bits, a gather along N nodes sends 2 (N - 1)
     of the bytes of K, and all-to-alls of Q, K, V and O send (2 + 2 r) (N - 1) / N of them."""
     for nodes in (2, 3, 4, 8):
-        scenario = make_scenario("flux1", 1536, 8 * nodes, cluster="ethernet-100")
+        scenario = make_scenario("flux1", 1536, 8 * nodes, machine="ethernet-100")
         heads = {"heads": 192 * heads_per_kv_head, "heads_per_kv_head": heads_per_kv_head}
         workload = dataclasses.replace(scenario.workload, **heads, text_tokens=0)
         scenario = dataclasses.replace(scenario, workload=workload)
         estimate = estimate_step(scenario, UlyssesRingSplit(8 * nodes, 1), "balanced")
-        assert (estimate.exchange["node"] == KV) == (nodes in gathered)
+        assert bool(estimate.gathered) == (nodes in gathered)
         gather, all_to_alls = 2 * (nodes - 1), (2 + 2 * heads_per_kv_head) * (nodes - 1) / nodes
-        assert (estimate.exchange["node"] == KV) == (gather <= all_to_alls)
+        assert bool(estimate.gathered) == (gather <= all_to_alls)
 
 
 @pytest.mark.parametrize(
@@ -186,27 +184,27 @@ def test_more_ranks_than_heads_need_no_ring(
     topology: str, heads_per_kv_head: int, exchange: str, padded_heads: int
 ) -> None:
     """24 heads of Q on 32 ranks, see docs/plans.md."""
-    scenario = make_scenario("flux1", 1536, 32, cluster="ethernet-100")
+    scenario = make_scenario("flux1", 1536, 32, machine="ethernet-100")
     workload = dataclasses.replace(scenario.workload, heads_per_kv_head=heads_per_kv_head)
     scenario = dataclasses.replace(scenario, workload=workload, topology=Topology.parse(topology, 32))
     layer = LayerCommunication(scenario, UlyssesRingSplit(32, 1), "balanced")
     assert (KV if layer.gather else HEADS) == exchange
-    assert (layer.gather or layer).padded_heads == padded_heads
+    assert layer.resharding.padded_heads == padded_heads
 
 
 def test_lossless_layers_gather_kv_where_the_model_predicts_a_gain() -> None:
-    scenario = make_scenario("flux1", 1024, 16, cluster="ethernet-100")
+    scenario = make_scenario("flux1", 1024, 16, machine="ethernet-100")
     split = UlyssesRingSplit(16, 1)
     grouped = dataclasses.replace(scenario.workload, heads=64, heads_per_kv_head=8)
     key = 57 * 288 * 8 * 128 * 2  # K of all layers, with 8 heads
     estimate = estimate_step(dataclasses.replace(scenario, workload=grouped), split, "exact")
-    assert estimate.exchange == {"node": KV, "gpu": HEADS}
+    assert estimate.gathered == ("node",)
     assert estimate.sent_bytes["node"] == pytest.approx(2 * key)
     assert estimate.sent_bytes["gpu"] == pytest.approx((2 + 16) * key * 7 / 8)
     assert estimate.reference_bytes == 0
     # With as many heads of K and V, the gather sends as much across nodes, and more within them.
     many = dataclasses.replace(scenario, workload=dataclasses.replace(grouped, heads_per_kv_head=1))
-    assert estimate_step(many, split, "exact").exchange == {"node": HEADS, "gpu": HEADS}
+    assert estimate_step(many, split, "exact").gathered == ()
     assert estimate.step_seconds < estimate_step(many, split, "exact").step_seconds
 
 
@@ -220,37 +218,37 @@ def test_gathering_is_never_predicted_to_be_slower_than_by_heads(model: str, res
     gathering = Counter[tuple[str, int]]()
     for cluster, nodes, (heads, kv_heads) in itertools.product(MACHINES, (2, 4, 8), HEADS_OF_Q_AND_KV):
         degree = nodes * MACHINES[cluster].ranks_per_node
-        scenario = make_scenario(model, resolution, degree, cluster=cluster)
+        scenario = make_scenario(model, resolution, degree, machine=cluster)
         grouping = {"heads": heads, "heads_per_kv_head": heads // kv_heads}
         scenario = dataclasses.replace(scenario, workload=dataclasses.replace(scenario.workload, **grouping))
         for mode in ("exact", "balanced", "fast"):
             estimate = estimate_step(scenario, UlyssesRingSplit(degree, 1), mode)
-            if KV not in estimate.exchange.values():
+            if not estimate.gathered:
                 continue
             with mock.patch.object(LayerCommunication, "_gather", lambda _: None):
                 by_heads = estimate_step(scenario, UlyssesRingSplit(degree, 1), mode)
             gathering[mode, nodes] += 1
-            assert KV not in by_heads.exchange.values()
+            assert not by_heads.gathered
             assert estimate.step_seconds <= 1.02 * by_heads.step_seconds, (cluster, nodes, heads, kv_heads, mode)
     assert len(gathering) == 9 and min(gathering.values()) >= len(MACHINES)
 
 
 def test_traffic_includes_zero_padded_heads() -> None:
     """FLUX.1-dev's 24 heads on 16 ranks are zero-padded to 32, two per rank; gathered K and V need no padding."""
-    by_heads = estimate_step(make_scenario(cluster="ethernet-100"), UlyssesRingSplit(16, 1), "paper")
+    by_heads = estimate_step(make_scenario(machine="ethernet-100"), UlyssesRingSplit(16, 1), "paper")
     lossless = 57 * 4 * 288 * 32 * 128 * 2 / 2  # half to the other node
     assert by_heads.reference_bytes > 57 * 2 * 4 * 288 * 32 * 128 * 2 / 2  # at both ends
-    gathered = estimate_step(make_scenario(cluster="ethernet-100"), UlyssesRingSplit(16, 1), "exact")
+    gathered = estimate_step(make_scenario(machine="ethernet-100"), UlyssesRingSplit(16, 1), "exact")
     assert gathered.sent_bytes["node"] == pytest.approx(lossless * 24 / 32)
 
 
 def test_grouped_heads_are_zero_padded_together() -> None:
     """12 heads of Q in groups of 3, one for each of 4 heads of K and V, which are zero-padded to 8 ranks."""
-    scenario = make_scenario(cluster="ethernet-100")
+    scenario = make_scenario(machine="ethernet-100")
     workload = dataclasses.replace(scenario.workload, heads=12, heads_per_kv_head=3)
     layer = LayerCommunication(dataclasses.replace(scenario, workload=workload), UlyssesRingSplit(16, 1), "balanced")
     assert layer.gather.heads == 3 and layer.gather.padded_heads == 24
-    assert layer.padded_heads == 48
+    assert layer.by_heads.padded_heads == 48
 
 
 def test_traffic_on_measured_slow_axes_is_compressed() -> None:
@@ -271,7 +269,7 @@ def test_traffic_on_measured_slow_axes_is_compressed() -> None:
     across_gpus = UlyssesRingSplit(2, 12)
     with_ring, exact = (estimate_step(scenario, across_gpus, mode) for mode in ("balanced", "exact"))
     assert [with_ring.ring_bytes[axis] / exact.ring_bytes[axis] for axis in ("node", "gpu")] == [fraction, fraction]
-    one_node = make_scenario("qwen-image", 1536, 8, cluster="dgx-h100")
+    one_node = make_scenario("qwen-image", 1536, 8, machine="dgx-h100")
     balanced, exact = (estimate_step(one_node, UlyssesRingSplit(8, 1), mode) for mode in ("balanced", "exact"))
     assert balanced == dataclasses.replace(exact, mode="balanced")
 
@@ -336,7 +334,7 @@ def test_estimates_equal_traffic_and_references_of_real_ranks(
     workload = dataclasses.replace(SMALL[model], text_tokens=text)
     scenario = Scenario(workload, 256, 1, STEPS, topology, lambda part, _: link_profile.restrict_to(part), None)
     estimate = estimate_step(scenario, split, mode)
-    assert estimate.exchange.get("node", HEADS) == exchange
+    assert (KV if estimate.gathered else HEADS) == exchange
     if mode == "exact":
         tensors = [sent_bytes(Plan.hierarchical(topology), scenario.message_bytes(name)) for name in "qkvo"]
         expected = {axis: scenario.layer_calls * sum(sent[axis] for sent in tensors) for axis in tensors[0]}
@@ -346,50 +344,66 @@ def test_estimates_equal_traffic_and_references_of_real_ranks(
     for sent, reference_bytes, recorded in ranks.run(traffic_and_references, topology.size, *arguments):
         assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
         assert reference_bytes == estimate.reference_bytes
-        assert recorded == estimate.exchange
+        assert [axis for axis, how in recorded.items() if how == KV] == [*estimate.gathered]
 
 
 # The command.
 
+ARGUMENTS = ["plan", "--model", "FLUX.1-dev", "--resolution", "1024"]
+ETHERNET = [*ARGUMENTS, "--nodes", "2", "--machine", "ethernet_100"]
 
-def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "plan.json"
-    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet-100"]
-    assert cli.main([*arguments, "--json", str(record)]) == 0
-    printed, written = capsys.readouterr().out, json.loads(record.read_text())
-    assert written["flags"] in printed
-    assert written["stock"]["step_seconds"] > written["splits"][0]["step_seconds"]
-    _, paper, balanced, fast = written["modes"]
-    assert balanced["exchange"] == {"node": "kv", "gpu": "heads"} and "node kv, gpu heads" in printed
-    assert f"exchange in balanced, fast: {balanced['exchange_reason']}" in printed
-    assert "2 coordinates: a gather sends 2 times" in fast["exchange_reason"]
-    assert f"exchange in paper: {paper['exchange_reason']}" in printed
-    assert [row["mode"] for row in written["modes"]] == ["exact", "paper", "balanced", "fast"]
-    assert balanced["coded_layers"] == balanced["layers"] == 57 and "57 of 57" in printed
-    best = written["splits"][0]
-    assert best["speedup"] == pytest.approx(written["stock"]["step_seconds"] / best["step_seconds"])
-    # The flags are valid and select the groups of the best split.
-    words = written["flags"].split()
+
+def planned(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the command and return its record."""
+    assert cli.main([*arguments, "--json", str(folder / "plan.json")]) == 0
+    return json.loads((folder / "plan.json").read_text())
+
+
+def test_a_table_has_best_stock_and_each_mode_in_its_fastest_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = planned(tmp_path, *ETHERNET)
+    stock, _, paper, balanced, _ = record["rows"]
+    assert [row["mode"] for row in record["rows"]] == ["stock", "exact", "paper", "balanced", "fast"]
+    assert (stock["speedup"], paper["split"]["ring"], balanced["gathered"]) == (1, 2, ["node"])
+    assert balanced["speedup"] == pytest.approx(stock["step_seconds"] / balanced["step_seconds"])
+    assert balanced["coded_layers"] == balanced["layers"] == 57
+    printed = capsys.readouterr().out
+    assert "57 of 57" in printed and all(row["flags"] in printed for row in record["rows"])
+    splits = planned(tmp_path, *ETHERNET, "--mode", "balanced")["rows"][1:]
+    assert {row["mode"] for row in splits} == {"balanced"} and splits[0] == balanced and len(splits) > 5
+    assert [row["step_seconds"] for row in splits] == sorted(row["step_seconds"] for row in splits)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_flags_are_valid_and_select_the_groups_of_the_split(number: int, tmp_path: Path) -> None:
+    row = planned(tmp_path, *ETHERNET)["rows"][number]
+    words = row["flags"].split()
     given = {words[i].lstrip("-"): words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--cocodiff")}
     ulysses, ring = (int(words[words.index(flag) + 1]) for flag in ("--ulysses_degree", "--ring_degree"))
     flat = SequenceRanks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
     config = resolve({"use_cocodiff": True, **given}, {}, flat)
-    assert (str(config.topology), config.ring, config.mode) == (best["topology"], best["placement"], best["mode"])
+    assert (config.ring, config.mode) == (row["split"]["placement"], row["mode"])
+    assert config.topology == UlyssesRingSplit(**row["split"]).ulysses_topology(Topology.parse("node=2,gpu=8"))
 
 
 def test_references_beyond_the_default_budget_leave_layers_lossless() -> None:
     """Without prediction where they do not fit, and layers of the second call then, whose references take more."""
-    options = {"model": "wan", "resolution": 720, "degree": 16, "cluster": "ethernet-100"}
-    rows = [plan_model.record(**options, memory=memory)["modes"][2] for memory in (80, 44, 36, 30)]
-    predicted, single = (rows[0][name] / GIB for name in ("reference_bytes", "compact_reference_bytes"))
-    weights, layer = 26.2, 4 * 75600 / 16 * 5120 * 2 / GIB
-    budgets = [80 - 80 / 16, 44 - 44 / 16, 36 - 36 / 16, 30 - 12 * layer]
-    assert [row["memory_budget"] / GIB for row in rows] == [pytest.approx(each - weights, abs=0.1) for each in budgets]
-    assert predicted < budgets[0] - weights and single < budgets[1] - weights < predicted
+    scenario = make_scenario("wan", 720, machine="ethernet-100")
+    layer = LayerCommunication(scenario, UlyssesRingSplit(16, 1), "balanced")
+    weights, tokens = scenario.workload.weight_bytes / GIB, 4 * 75600 / 16 * 5120 * 2 / GIB
+    assert weights == pytest.approx(26.2, abs=0.1)
+    sizes = (80, 44, 36, 30)
+    memories = [DeviceMemory((size - weights) * GIB, size * GIB) for size in sizes]
+    budgets = [default_budget(memory, layer.resharding.layer_sizes, True) / GIB for memory in memories]
+    assert budgets == pytest.approx([size - weights - max(size / 16, 12 * tokens) for size in sizes])
+    estimate = estimate_step(scenario, UlyssesRingSplit(16, 1), "balanced")
+    predicted, single = (each / GIB for each in (estimate.reference_bytes, estimate.compact_reference_bytes))
+    assert predicted < budgets[0] and single < budgets[1] < predicted
     # Four parts of 129 bytes for 128 values; the second call also keeps two of the first, in two bytes a value.
     first, second = (part * single / 40 for part in (129 / 386, 257 / 386))
-    assert [row["coded_layers"] for row in rows] == [80, 80, 61, 18]
-    assert int((budgets[2] - weights - 40 * first) / second) == 61 - 40 and int((budgets[3] - weights) / first) == 18
+    found = [layer.coded_layers(budget * GIB) for budget in budgets]
+    assert found == [80, 80, 40 + int((budgets[2] - 40 * first) / second), int(budgets[3] / first)]
 
 
 def test_a_recorded_run_sets_the_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,21 +411,14 @@ def test_a_recorded_run_sets_the_bits(tmp_path: Path, capsys: pytest.CaptureFixt
     steps = [{"bits": None, "error": 0.006}]
     steps += [{"bits": 2, "error": GRIDS[2].distortion * change / 2} for change in assumed_change.PUBLISHED]
     (tmp_path / "rank0.json").write_text(json.dumps({"runs": [{"codecs": None}, {"codecs": steps}]}))
-    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet-100"]
-    written, printed = [], []
-    for more in ([], ["--record", str(tmp_path)]):
-        assert cli.main([*arguments, "--steps", "28", *more, "--json", str(tmp_path / "plan.json")]) == 0
-        printed.append(" ".join(capsys.readouterr().out.split()))
-        written.append(json.loads((tmp_path / "plan.json").read_text()))
-    for record, text in zip(written, printed, strict=True):
-        assert f"bits of lossy modes: assumed for {record['assumption']}" in text
-    published, own = written
-    assert published["assumption"] == "the published change per step of FLUX.1-dev"
-    assert own["assumption"] == f"the change per step of the run in {tmp_path}"
+    published, own = (planned(tmp_path, *ETHERNET, *more) for more in ([], ["--record", str(tmp_path)]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "for the published change per step of FLUX.1-dev; --record takes" in printed
+    assert f"for the change per step of the run in {tmp_path}" in printed
     assert published["change_per_step"] == list(assumed_change.PUBLISHED)
     assert own["change_per_step"] == pytest.approx([each / 2 for each in assumed_change.PUBLISHED], abs=1e-3)
-    for mode in (2, 3):
-        assert own["modes"][mode]["sent_bytes"]["node"] < published["modes"][mode]["sent_bytes"]["node"]
+    for mode in (3, 4):
+        assert own["rows"][mode]["sent_bytes"]["node"] < published["rows"][mode]["sent_bytes"]["node"]
 
 
 @pytest.mark.parametrize(
@@ -430,8 +437,7 @@ def test_records_without_bits_are_errors(
 ) -> None:
     if content:
         (tmp_path / "rank0.json").write_text(content)
-    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet-100"]
-    assert cli.main([*arguments, "--record", str(tmp_path)]) == 2
+    assert cli.main([*ETHERNET, "--record", str(tmp_path)]) == 2
     found = capsys.readouterr().err
     assert f"--record {tmp_path} is not valid: " in found and cause in found
     assert "valid is the folder of COCODIFF_RECORD in a run in mode balanced or fast" in found
@@ -440,89 +446,65 @@ def test_records_without_bits_are_errors(
 def test_profile_gives_communication_and_with_tflops_step_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, record = tmp_path / "profile.json", tmp_path / "plan.json"
+    file = tmp_path / "profile.json"
     file.write_text(json.dumps({"profile": profile("2x4", 1e9, 1e11).to_json()}))
-    arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--degree", "8", "--profile", str(file)]
-    assert cli.main([*arguments, "--json", str(record)]) == 0
-    assert "speedup" in capsys.readouterr().out
-    assert {row["step_seconds"] for row in json.loads(record.read_text())["splits"]} == {None}
-    assert cli.main([*arguments, "--json", str(record), "--tflops", "100"]) == 0
-    rows = json.loads(record.read_text())["splits"]
-    assert all(math.isfinite(row["speedup"]) for row in rows)
+    arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--profile", str(file)]
+    assert {row["step_seconds"] for row in planned(tmp_path, *arguments)["rows"]} == {None}
+    best = planned(tmp_path, *arguments, "--tflops", "100")["rows"][1]
     # Copies at 1e11 bytes per second dominate the pointwise kernels.
     flops_seconds = step_flops(WORKLOADS["flux.2-dev"], 1024) / 8 / 1e14
-    assert flops_seconds < rows[0]["compute_seconds"] < 10 * flops_seconds
-
-
-def test_a_plan_says_that_the_host_is_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "profile.json"
-    slow_node = profile("2x4", 1e9, 1e11)
-    arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--degree", "8", "--profile", str(file)]
-    for host_seconds in (0.0, 1.0):
-        links = dataclasses.replace(slow_node, coding_host_seconds=host_seconds)
-        file.write_text(json.dumps({"profile": links.to_json()}))
-        assert cli.main(arguments) == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        assert ("coding would add more host time than it saves link time" in shown) == bool(host_seconds)
-        assert ("names axes to compress all the same" in shown) == bool(host_seconds)
-        assert "no axis is slow" not in shown
+    assert math.isfinite(best["speedup"]) and flops_seconds < best["compute_seconds"] < 10 * flops_seconds
+    assert "speedup" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("topology", "exchange", "reason"),
+    ("host_seconds", "codec", "note"),
     [
-        # Of N coordinates, all-to-alls of four tensors send 4 (N - 1) / N of the bytes of K, a gather of two 2 (N - 1).
-        ("2x4", {"node": "kv", "gpu": "heads"}, "kv along node, 2 coordinates: a gather sends 2 times"),
-        ("3x4", {"node": "heads", "gpu": "heads"}, "heads along node, 3 coordinates: a gather sends 4 times"),
-        ("1x4", {"gpu": "heads"}, ""),
+        (0.0, 1e11, None),
+        (1.0, 1e11, "coding would add more host time than it saves link time"),
+        (0.0, 1e9, "no axis is slow"),
     ],
 )
-def test_plans_of_message_sizes_name_the_exchange_of_lossy_modes(
-    topology: str, exchange: dict[str, str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_says_why_lossy_modes_code_nothing(
+    host_seconds: float, codec: float, note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, record = tmp_path / "profile.json", tmp_path / "plan.json"
-    links = dataclasses.replace(profile(topology, 1e6, 1e11), codec_bytes_per_second=1e10)
-    file.write_text(json.dumps({"profile": links.to_json()}))
-    assert cli.main(["plan", "--profile", str(file), "--sizes", "1MB", "--json", str(record)]) == 0
-    written, printed = json.loads(record.read_text()), capsys.readouterr().out
-    assert written["exchange"] == exchange
-    assert written["exchange_reason"].startswith(reason)
-    assert ("exchange in modes balanced and fast" in printed) == bool(reason)
-    assert written["slow_axes"] == (["node"] if reason else [])
+    links = profile("2x4", 1e9, 1e11).with_codec(codec, host_seconds)
+    (tmp_path / "links.json").write_text(json.dumps({"profile": links.to_json()}))
+    arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--profile", str(tmp_path / "links.json")]
+    planned(tmp_path, *arguments)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("code nothing" in shown) == bool(note) and (note or "") in shown
 
 
-MODEL = "--model flux1 --resolution 1024"
+@pytest.mark.parametrize("name", ["flux1", "FLUX.1-dev", "black-forest-labs/FLUX.1-dev", "flux_1_dev"])
+def test_a_model_has_the_names_that_users_run(name: str) -> None:
+    assert find_workload(name) is WORKLOADS["flux.1-dev"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "phrases"),
     [
-        ("--model flux9 --resolution 1024 --degree 12 --cluster aurora", ["--model 'flux9'", "flux1", "qwen-image"]),
-        ("--model flux1 --degree 12 --cluster aurora", ["--resolution"]),
-        ("--model flux1 --resolution 1000 --degree 12 --cluster aurora", ["--resolution 1000", "16"]),
-        (f"{MODEL} --degree 8", ["--cluster, one of aurora, dgx-h100, pcie, ethernet-25", "--profile"]),
-        (f"{MODEL} --degree 8 --cluster pcie --profile file", ["either --cluster", "--profile"]),
-        (f"{MODEL} --degree 1 --cluster aurora", ["--degree 1"]),
-        (f"{MODEL} --degree 16 --cluster aurora", ["--degree 16", "aurora", "gpu=6,tile=2"]),
-        (f"{MODEL} --degree 8 --cluster aurora --topology 2x3", ["6 ranks", "--degree is 8"]),
-        (f"{MODEL} --degree 8 --cluster aurora --topology flat", ["--topology flat"]),
-        (f"{MODEL} --degree 12 --cluster aurora --mode slow", ["--mode 'slow'", "balanced"]),
-        (f"{MODEL} --degree 12 --cluster abacus", ["'abacus'", "aurora"]),
-        (f"{MODEL} --degree 12 --cluster aurora --tflops 0", ["--tflops 0"]),
-        (f"{MODEL} --degree 12 --cluster aurora --memory nan", ["--memory nan", "greater than 0"]),
-        ("--memory 80", ["--memory requires --model"]),
-        (f"{MODEL} --degree 12 --cluster aurora --text-tokens 0", ["--text-tokens 0"]),
-        (
-            "--model wan --resolution 720 --degree 8 --cluster pcie --text-tokens 64",
-            ["--text-tokens", "wan2.1-14b has no text"],
-        ),
-        (f"{MODEL} --degree 12 --profile none.json", ["none.json"]),
-        ("--degree 12", ["--degree requires --model"]),
+        ("--model flux9 --machine aurora --nodes 1", ["--model 'flux9'", "flux1", "qwen-image"]),
+        ("--resolution 1000 --machine aurora --nodes 1", ["--resolution 1000", "16"]),
+        ("--nodes 1", ["--machine", "--profile"]),
+        ("--machine pcie", ["--nodes", "--ranks"]),
+        ("--profile file --nodes 2", ["--nodes", "--profile"]),
+        ("--machine aurora --ranks 1", ["--ranks 1 does not fit"]),
+        ("--machine aurora --nodes 0", ["--nodes", "'0' is not valid"]),
+        ("--machine aurora --ranks 16", ["--ranks 16", "aurora", "gpu=6,tile=2"]),
+        ("--machine aurora --nodes 1 --mode slow", ["--mode", "balanced"]),
+        ("--machine abacus --nodes 1", ["abacus", "aurora"]),
+        ("--machine aurora --nodes 1 --tflops 0", ["--tflops 0"]),
+        ("--model wan --machine pcie --nodes 1 --text-tokens 64", ["--text-tokens", "wan2.1-14b has no text"]),
+        ("--profile none.json", ["none.json"]),
     ],
 )
 def test_errors_name_option_and_valid_set(
     arguments: str, phrases: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", *arguments.split()]) == 2
+    try:
+        status = cli.main([*ARGUMENTS, *arguments.split()])
+    except SystemExit as ended:  # of argparse
+        status = ended.code
     error = capsys.readouterr().err
-    assert all(phrase in error for phrase in phrases), error
+    assert status == 2 and all(phrase in error for phrase in phrases), error

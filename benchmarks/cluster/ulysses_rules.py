@@ -25,12 +25,8 @@ class UlyssesCodes:
     """Names in :data:`row_codes.CODES` by letter; other letters are sent as they are."""
     one_message: bool = True
     """Whether Q, K and V of the same shape are sent in one message."""
-    overlaps: bool = False
-    """Whether the all-to-all of one tensor runs while the next is encoded."""
     rotates: bool = False
     """Whether Q and K are multiplied by a Hadamard matrix before they are encoded, which leaves attention as it is."""
-    gathers_statistics: str = ""
-    """Letters whose codes use statistics of all tokens, which an all-gather collects before."""
 
     def row_bytes(self, letter: str, dim: int, itemsize: int = 2) -> int:
         """Return the bytes of one row of `dim` values of q, k, v or o."""
@@ -58,54 +54,28 @@ class CodedUlysses:
             if self._rotation is None:
                 self._rotation = given["q"].new_empty(given["q"].shape[-1:] * 2)
             given |= {name: given[name] @ self._rotation for name in "qk"}
-        statistics = self._statistics(given)
         together = self._codes.one_message and len({each.shape for each in given.values()}) == 1
-        in_flight, received = [], list[torch.Tensor]()
+        ranks, received = self._group.size(), list[torch.Tensor]()
         for message in [given] if together else [{name: given[name]} for name in given]:
-            known = [statistics[name] for name in message if name in statistics]
-            in_flight.append((message, known, self._start(message, known)))
-            if not self._codes.overlaps:
-                received += self._finish_inputs(*in_flight.pop())
-        for each in in_flight:
-            received += self._finish_inputs(*each)
+            sizes = [each.shape for each in message.values()]
+            shapes = [(batch, heads // ranks, tokens * ranks, dim) for batch, heads, tokens, dim in sizes]
+            received += self._device.run_kernel([self._send(message)], shapes, next(iter(message.values())).dtype)
         return received
 
     def exchange_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return O (B, h, S, D) as (B, H, S/P, D)."""
-        message, ranks = wait(self._start({"o": output}, [])), self._group.size()
-        batch, heads, tokens, dim = output.shape
-        [decoded] = self._device.run_kernel([message], [(batch, heads * ranks, tokens // ranks, dim)], output.dtype)
-        return decoded
+        ranks, (batch, heads, tokens, dim) = self._group.size(), output.shape
+        shape = batch, heads * ranks, tokens // ranks, dim
+        return self._device.run_kernel([self._send({"o": output})], [shape], output.dtype)[0]
 
-    def _start(self, tensors: Mapping[str, torch.Tensor], statistics: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Encode tensors, and start the all-to-all of their message."""
+    def _send(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Encode tensors, and return the message that arrives."""
         size = sum(
             self._codes.row_bytes(name, each.shape[-1], each.element_size()) * each[..., 0].numel()
             for name, each in tensors.items()
         )
-        [message] = self._device.run_kernel([*tensors.values(), *statistics], [(size,)], torch.uint8)
-        return collectives.all_to_all_single(message, None, None, self._group)
-
-    def _finish_inputs(
-        self, tensors: Mapping[str, torch.Tensor], statistics: Sequence[torch.Tensor], in_flight: torch.Tensor
-    ) -> list[torch.Tensor]:
-        ranks, message = self._group.size(), wait(in_flight)
-        sizes = [each.shape for each in tensors.values()]
-        shapes = [(batch, heads // ranks, tokens * ranks, dim) for batch, heads, tokens, dim in sizes]
-        of_own_heads = [each[:, : each.shape[1] // ranks] for each in statistics]
-        return self._device.run_kernel([message, *of_own_heads], shapes, next(iter(tensors.values())).dtype)
-
-    def _statistics(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the statistics (B, H, 1, D) over all tokens of the tensors whose codes need them."""
-        chosen = {name: each for name, each in tensors.items() if name in self._codes.gathers_statistics}
-        together = len({each.shape for each in chosen.values()}) == 1
-        gathered: dict[str, torch.Tensor] = {}
-        for part in [chosen] if together else [{name: each} for name, each in chosen.items()]:
-            shapes = [(*each.shape[:2], 1, each.shape[3]) for each in part.values()]
-            [own] = self._device.run_kernel([*part.values()], [(len(part), *shapes[0])], torch.float32)
-            everybody = wait(collectives.all_gather_single(own.flatten(), 0, self._group))
-            gathered |= zip(part, self._device.run_kernel([everybody], shapes, torch.float32), strict=True)
-        return gathered
+        [message] = self._device.run_kernel([*tensors.values()], [(size,)], torch.uint8)
+        return wait(collectives.all_to_all_single(message, None, None, self._group))
 
 
 def wait(in_flight: torch.Tensor) -> torch.Tensor:
