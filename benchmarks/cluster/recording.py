@@ -127,12 +127,10 @@ class Recorder:
 
     def _record_rule(self, rule: Rule) -> Recording:
         bare_runtime.use_session(Session())
-        with rule.running(self._device) as begin_step:
-            program = Program()
+        with rule.running(self._device):
             for _ in range(_WARMUP_STEPS):
-                begin_step()
-                program = self._step()
-        return Recording({"step": program}, {"step": 1.0})
+                self._step()
+            return Recording({"step": self._step()}, {"step": 1.0})
 
     def _record_lossless(self, session: Session) -> Recording:
         for _ in range(_WARMUP_STEPS):

@@ -47,70 +47,39 @@ def gathered_attention(
     return attention(query, key, value, **options)[0]
 
 
-class ResidualRing:
-    """CompactFusion's ring over the layers of a model: K and V of a rank are 2-bit residuals to those of the last step.
+def residual_attention(
+    group: dist.ProcessGroup,
+    device: EmulatedAccelerator,
+    attention: Callable[..., tuple[torch.Tensor, ...]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Compute attention to the K and V of all ranks, each while the next is on its way as residuals of 2 bits.
 
-    The first step sends K and V as they are. Layers are told apart by the order of their calls in a step.
+    They are residuals to those of the last step, which both ends hold. Partial outputs are merged as in stock's ring
+    attention. See :func:`gathered_attention` for the arguments.
     """
-
-    def __init__(self, group: dist.ProcessGroup, device: EmulatedAccelerator) -> None:
-        self._group, self._device = group, device
-        self._bases: dict[tuple[int, int], torch.Tensor] = {}
-        """What receivers hold of K and V, (2, B, H, S, D), by call in a step and by rank."""
-        self._calls = 0
-
-    def begin_step(self) -> None:
-        """Begin a denoising step: the next call is that of the first layer."""
-        self._calls = 0
-
-    def attend(
-        self,
-        attention: Callable[..., tuple[torch.Tensor, ...]],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        """Compute attention to the K and V of all ranks, each while the next is on its way.
-
-        Partial outputs are merged as in stock's ring attention. See :func:`gathered_attention` for the arguments.
-        """
-        self._calls += 1
-        size, merger = self._group.size(), _SDPAMerger(convert_to_f32=True, seq_dim=1)
-        message = self._encode(torch.stack([key, value]))
-        for step in range(size):
-            if step < size - 1:
-                targets = [(source + 1) % size for source in range(size)]
-                in_flight = collectives.permute_tensor(message.flatten(), targets, self._group)
-            output, lse, *_ = attention(query, key, value, **options)
-            merger.step(output, lse, partial=False)
-            if step < size - 1:
-                message = wait(in_flight)
-                key, value = self._decode(step + 1, message, (2, *key.shape))
-        return merger.results()[0]
-
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the message of K and V (2, B, H, S, D) of this rank."""
-        base = self._bases.setdefault((self._calls, 0), values)
-        if base is values:  # in the first step
-            return values
-        # Its `int2_quant_fastpath` computes scales of channels (2, 1, H, 1, D) and of tokens (2, B, 1, S, 1) by
-        # PyTorch operators, before its kernel.
-        magnitude = (values - base).abs()
-        of_channels, of_tokens = magnitude.mean((1, 3), keepdim=True), magnitude.mean((2, 4), keepdim=True)
-        of_tokens = of_tokens / (of_tokens.mean((1, 2, 3, 4), keepdim=True) + 1e-6)
-        read, shapes = [values, base, of_channels, of_tokens], [(residual_bytes(values.shape),), (values.nbytes,)]
-        return self._device.run_kernel(read, shapes, torch.uint8)[0]
-
-    def _decode(self, distance: int, message: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return K and V (2, B, H, S, D) of the rank at a distance in the ring, from its message."""
-        place = self._calls, distance
-        if place not in self._bases:
-            self._bases[place] = message.view(shape)
-        else:
-            base = self._bases[place]
-            [self._bases[place]] = self._device.run_kernel([message, base], [shape], base.dtype)
-        return self._bases[place]
+    size, merger = group.size(), _SDPAMerger(convert_to_f32=True, seq_dim=1)
+    base = torch.stack([key, value])  # stands for what both ends hold
+    # CompactFusion's `int2_quant_fastpath` computes scales of channels (2, 1, H, 1, D) and of tokens (2, B, 1, S, 1) by
+    # PyTorch operators, before its kernel.
+    magnitude = (base - base).abs()
+    of_channels, of_tokens = magnitude.mean((1, 3), keepdim=True), magnitude.mean((2, 4), keepdim=True)
+    of_tokens = of_tokens / (of_tokens.mean((1, 2, 3, 4), keepdim=True) + 1e-6)
+    read, shapes = [base, base, of_channels, of_tokens], [(residual_bytes(base.shape),), (base.nbytes,)]
+    message, _ = device.run_kernel(read, shapes, torch.uint8)
+    for step in range(size):
+        if step < size - 1:
+            targets = [(source + 1) % size for source in range(size)]
+            in_flight = collectives.permute_tensor(message, targets, group)
+        output, lse, *_ = attention(query, key, value, **options)
+        merger.step(output, lse, partial=False)
+        if step < size - 1:
+            message = wait(in_flight)
+            key, value = device.run_kernel([message, base], [base.shape], base.dtype)[0]
+    return merger.results()[0]
 
 
 def residual_bytes(shape: Sequence[int]) -> int:

@@ -5,14 +5,13 @@ it, in bytes and kernels. Where a system can be set in several ways, its fastest
 of their values, and each conversion is one kernel that also changes the layout.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from benchmarks.accelerator.device import EmulatedAccelerator
-from benchmarks.cluster.ring_rules import ResidualRing, gathered_attention
+from benchmarks.cluster.ring_rules import gathered_attention, residual_attention
 from benchmarks.cluster.row_codes import FP4, INT8, STATIC_FP8
 from benchmarks.cluster.ulysses_rules import CodedUlysses, UlyssesCodes
 from xfuser_cocodiff.lab.launching.replaced_collectives import (
@@ -54,9 +53,8 @@ class Rule:
         """Whether K, V, Q and O arrive as they were sent."""
         return not (self.ulysses and self.ulysses.codes) and self.ring != RESIDUALS
 
-    @contextmanager
-    def running(self, device: EmulatedAccelerator) -> Iterator[Callable[[], object]]:
-        """Return a context in which xDiT runs by this rule; its value is to be called before each denoising step.
+    def running(self, device: EmulatedAccelerator) -> AbstractContextManager[None]:
+        """Return a context in which xDiT runs by this rule.
 
         The plugin's session must be inactive, and xDiT's process groups must exist.
 
@@ -64,17 +62,14 @@ class Rule:
             device: runs the rule's kernels.
         """
         replaced: dict[str, Any] = {} if self.combined is None else {"combined": self.combined}
-        begin_step: Callable[[], object] = dict  # no rule but the residuals has a state
         if self.ulysses:
             ulysses = CodedUlysses(self.ulysses, ulysses_group(), device)
             replaced |= {"exchange_inputs": ulysses.exchange_inputs, "exchange_output": ulysses.exchange_output}
         if self.ring == GATHER:
             replaced["ring_attention"] = partial(gathered_attention, ring_group())
         if self.ring == RESIDUALS:
-            ring = ResidualRing(ring_group(), device)
-            replaced["ring_attention"], begin_step = ring.attend, ring.begin_step
-        with replace_collectives(Collectives(**replaced)):
-            yield begin_step
+            replaced["ring_attention"] = partial(residual_attention, ring_group(), device)
+        return replace_collectives(Collectives(**replaced))
 
 
 RULES = {

@@ -74,7 +74,9 @@ def _run(options: argparse.Namespace) -> int:
         record = campaign.record()
         write_json(options, {**host.header(), **record})
     print(f"seed {plan.seed}: {record['equal_requests']} requests equal {record['fresh_processes']} fresh processes")
-    print(f"faults with the expected consequence: {record['faults']}; resources: {record['resources']}")
+    print(f"faults with the expected consequence: {record['faults']}")
+    for when, sample in zip(("first", "last"), record["samples"][:: max(1, len(record["samples"]) - 1)], strict=False):
+        print(f"held after the {when} request, by rank: {sample}")
     for failure in record["failures"]:
         print(f"FAILED {failure['number']}: {failure['cause']}\n  {failure['request']}")
     return 1 if record["failures"] else 0

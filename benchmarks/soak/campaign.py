@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.soak.faults import KINDS, Fault
@@ -117,10 +116,7 @@ class Campaign:
         if kind.ends_job:
             self._end_job()
         if kind.error is None:
-            expected = self._digests(request)
-            if not kind.is_comparable:
-                expected = [each.digest for each in outcomes]
-            passed = self._check(number, request, outcomes, expected, fault.kind)
+            passed = self._check(number, request, outcomes, kind.is_comparable, fault.kind)
         else:
             words = kind.error.format(victim=fault.victim)
             wrong = [f"rank {rank}: {outcomes[rank].error}" for rank in waits if words not in str(outcomes[rank].error)]
@@ -158,19 +154,15 @@ class Campaign:
         return self._fresh[request]
 
     def _check(
-        self,
-        number: int,
-        request: Request,
-        outcomes: list[Outcome],
-        expected: list[str | None] | None = None,
-        what: str = "",
+        self, number: int, request: Request, outcomes: list[Outcome], is_comparable: bool = True, what: str = ""
     ) -> bool:
         """Return whether a request has returned on all ranks with the bits of a fresh one; record a failure if not."""
-        for rank, (outcome, digest) in enumerate(zip(outcomes, expected or self._digests(request), strict=True)):
+        expected = self._digests(request)
+        for rank, outcome in enumerate(outcomes):
             if outcome.error is not None:
                 return self._fail(number, request, f"{what} rank {rank}: {outcome.error}")
-            if outcome.digest != digest:
-                return self._fail(number, request, f"{what} rank {rank}: other bits than a fresh process, {digest}")
+            if is_comparable and outcome.digest != expected[rank]:
+                return self._fail(number, request, f"{what} rank {rank}: other bits than a fresh process, {expected}")
         return True
 
     def _fail(self, number: int, request: Request, cause: str) -> bool:
@@ -180,9 +172,7 @@ class Campaign:
         return False
 
     def record(self) -> dict[str, Any]:
-        """Return the record as JSON values. Resources of a rank are medians of the first and the last tenth."""
-        tenth = max(1, len(self.samples) // 10)
-        parts = {"first": self.samples[:tenth], "last": self.samples[-tenth:]} if self.samples else {}
+        """Return the record as JSON values."""
         return {
             **asdict(self.plan),
             "equal_requests": self.requests,
@@ -190,13 +180,6 @@ class Campaign:
             "faults": self.faults,
             "hangs": sum(HANGS in each["cause"] for each in self.failures),
             "failures": self.failures,
-            "resources": [
-                {
-                    name: {part: median(sample[rank][name] for sample in samples) for part, samples in parts.items()}
-                    for name in (self.samples[0][0] if self.samples else ())
-                }
-                for rank in range(self.plan.ranks)
-            ],
             "samples": self.samples,
         }
 

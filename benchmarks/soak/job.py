@@ -23,9 +23,6 @@ END_SECONDS = 20.0
 """How long ranks may take to end."""
 HANGS, DIED = "hangs", "died"
 """Errors of ranks that sent no outcome in time, and of ranks that ended."""
-COLLECT_EVERY = 25
-"""Requests between full garbage collections. Python's own wait until new objects exceed a quarter of the 800,000 that
-imports create, which takes hundreds of requests."""
 _ENVIRONMENT = {
     # More than one thread would not survive the fork.
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
@@ -199,7 +196,6 @@ class _Engines:
         """Engine and arguments of the runtime state."""
         self._kept: list[BaseException] = []
         """The last error, which a caller may keep, with the frames of its run."""
-        self._num_requests = 0
         rank_engine.init_rank(rank, settings.ranks)
 
     def run(self, request: Request, fault: Any) -> Outcome:
@@ -219,9 +215,7 @@ class _Engines:
         except BaseException as error:
             outcome.error, self._kept = f"{type(error).__name__}: {error}", [error]
         outcome.resources, outcome.decisions = _resources(), self._module.choices()
-        self._num_requests += 1
-        if self._num_requests % COLLECT_EVERY == 0:  # after the sample, which shows what only cycles hold
-            gc.collect()
+        gc.collect()  # Python's own full collections wait for a quarter of the 800,000 objects that imports create
         return outcome
 
     def _engine(self, request: Request) -> Any:

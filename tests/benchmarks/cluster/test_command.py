@@ -165,8 +165,8 @@ def test_tables_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert tables.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "| `aurora`, 24 | 2 | 4.00 | - | 4.00(1) | - | - | - | - |" in printed  # means of 2 and 8
-    assert "| FLUX.1, 24 | -/4.00/4.00 | -/1.60/- | - | - | - | -/2.50/10.00 | -/5.00/- |" in printed
-    assert "| mean, 24 | 4.00 | 1.60(1) | - | - | - | 5.00 | 5.00(1) |" in printed
+    assert "| flux.1-dev, 1536 px, 24 | 4.00 | 1.60 | - | - | - | 2.50 | 5.00 |" in printed
+    assert "| mean, 24, batch 1 | 4.00 | 1.60(1) | - | - | - | 5.00 | 5.00(1) |" in printed
     assert tables.main([str(tmp_path / "empty")]) == 0
 
 

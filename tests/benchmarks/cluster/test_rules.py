@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.accelerator import device, device_type
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.program import KERNEL_SECONDS, LAUNCHES, RecordedCollective
-from benchmarks.cluster.ring_rules import ResidualRing, gathered_attention, residual_bytes
+from benchmarks.cluster.ring_rules import gathered_attention, residual_attention, residual_bytes
 from benchmarks.cluster.rules import RULES, Rule
 from benchmarks.cluster.ulysses_rules import CodedUlysses, UlyssesCodes
 from tests import ranks
@@ -76,7 +76,7 @@ def test_kernels_cost_their_bytes_on_an_accelerator() -> None:
 
 
 def run_rings(rank: int) -> list[list[tuple[int, ...]]]:
-    """Return the bytes sent to each rank by each collective of a gathering ring, and of two steps of residuals."""
+    """Return the bytes sent to each rank by each collective of a gathering ring, and of residuals."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         assert key.shape == value.shape
@@ -84,24 +84,20 @@ def run_rings(rank: int) -> list[list[tuple[int, ...]]]:
 
     found = []
     with accelerator() as (emulator, tensors):
-        ring = ResidualRing(dist.group.WORLD, emulator)
         emulator.begin_step()
         gathered_attention(dist.group.WORLD, attend, *tensors, {})
         found.append([each.sent for each in emulator.end_step().collectives])
-        for _ in range(2):
-            emulator.begin_step()
-            ring.begin_step()
-            assert ring.attend(attend, *tensors, {}).shape == SHAPE
-            found.append([each.sent for each in emulator.end_step().collectives])
+        emulator.begin_step()
+        assert residual_attention(dist.group.WORLD, emulator, attend, *tensors, {}).shape == SHAPE
+        found.append([each.sent for each in emulator.end_step().collectives])
     return found
 
 
 def test_rings_send_k_and_v_or_their_residuals() -> None:
-    [[gathered, first, later]] = ranks.run(run_rings, 1)
+    [[gathered, residuals]] = ranks.run(run_rings, 1)
     both = 2 * VALUES * 2
     assert gathered == [(both,) * RANKS]
-    assert [sum(sent) for sent in first] == [both] * (RANKS - 1)
-    assert [sum(sent) for sent in later] == [residual_bytes((2, *SHAPE))] * (RANKS - 1)
+    assert [sum(sent) for sent in residuals] == [residual_bytes((2, *SHAPE))] * (RANKS - 1)
     assert residual_bytes((2, *SHAPE)) / (2 * VALUES) == pytest.approx(0.25, abs=0.003)
 
 

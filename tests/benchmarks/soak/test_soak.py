@@ -95,7 +95,7 @@ def test_requests_after_all_kinds_of_faults_equal_fresh_processes(tmp_path: Path
     number = str(len(KINDS))
     record = soak_test(tmp_path, "--requests", number, "--fault-every", "1", "--distinct", "2")
     assert record["faults"] == dict.fromkeys(KINDS, 1)
-    assert record["equal_requests"] == len(KINDS) and record["resources"][0]["threads"]["last"] > 1
+    assert record["equal_requests"] == len(KINDS) and record["samples"][-1][0]["threads"] > 1
 
 
 @pytest.mark.slow  # a signal in mid-run
