@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import command_line
+from benchmarks import bare_runtime, command_line
+from benchmarks.interleaved_timing import time_interleaved
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -20,9 +21,7 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.probing import machine_profile
-from xfuser_cocodiff.lab.probing.interleaved_timing import time_interleaved
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 

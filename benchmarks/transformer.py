@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from benchmarks import bare_runtime
 from xfuser_cocodiff.engine.topology.devices import CPU
-from xfuser_cocodiff.lab.launching import bare_runtime
 
 Step = Callable[..., torch.Tensor]
 """A denoising step: takes the position in the run, 0 to 1, and returns the transformer's output."""

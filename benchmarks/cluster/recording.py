@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import modes
+from benchmarks import bare_runtime, modes
 from benchmarks.accelerator import device_type
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.program import Program
@@ -28,7 +28,6 @@ from benchmarks.cluster.variants import Variant
 from benchmarks.full_size import transformer as full_size
 from benchmarks.full_size.transformer import FullSizeTransformer
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.integration import activation

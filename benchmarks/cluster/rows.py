@@ -15,8 +15,8 @@ from benchmarks.cluster import variants
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import KEYFRAME, Recording, record_split
 from benchmarks.cluster.variants import BEST_STOCK, STOCK, Variant
+from benchmarks.full_size import transformer_wrappers
 from benchmarks.full_size.architectures import ARCHITECTURES
-from xfuser_cocodiff.lab.launching import transformer_wrappers
 from xfuser_cocodiff.xdit.session.schedule_tuner import choose_by_saving
 
 

@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks.accelerator.device import EmulatedAccelerator
-from benchmarks.cluster.ring_rules import gathered_attention, residual_attention
-from benchmarks.cluster.row_codes import FP4, INT8, STATIC_FP8
-from benchmarks.cluster.ulysses_rules import CodedUlysses, UlyssesCodes
-from xfuser_cocodiff.lab.launching.replaced_collectives import (
+from benchmarks.cluster.replaced_collectives import (
     Collectives,
     replace_collectives,
     ring_group,
     ulysses_group,
 )
+from benchmarks.cluster.ring_rules import gathered_attention, residual_attention
+from benchmarks.cluster.row_codes import FP4, INT8, STATIC_FP8
+from benchmarks.cluster.ulysses_rules import CodedUlysses, UlyssesCodes
 
 AS_IT_IS, GATHER, RESIDUALS = "", "gather", "residuals"
 """What happens to K and V in a ring: stock's ring, one all-gather, or CompactFusion's residuals."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.lab.launching import transformer_wrappers
-from xfuser_cocodiff.lab.launching.bare_runtime import PIXELS_PER_LATENT
+from benchmarks.bare_runtime import PIXELS_PER_LATENT
+from benchmarks.full_size import transformer_wrappers
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, Workload
 
 Inputs = dict[str, Any]

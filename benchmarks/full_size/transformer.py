@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.full_size import transformer_wrappers
 from benchmarks.full_size.architectures import ARCHITECTURES
 from benchmarks.full_size.inputs import INPUTS, Inputs, Request
-from xfuser_cocodiff.lab.launching import transformer_wrappers
 from xfuser_cocodiff.lab.simulation.workloads import Workload
 
 DTYPE = torch.bfloat16
@@ -55,7 +55,7 @@ class FullSizeTransformer:
 def build(workload: Workload, blocks: int, device: torch.device) -> FullSizeTransformer:
     """Return a full-size transformer, and start a runtime state of xDiT for it.
 
-    The process groups of xDiT must exist; see :func:`xfuser_cocodiff.lab.launching.bare_runtime.start`.
+    The process groups of xDiT must exist; see :func:`benchmarks.bare_runtime.start`.
 
     Args:
         workload: the model, one of :data:`architectures.ARCHITECTURES`.

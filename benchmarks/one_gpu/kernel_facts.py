@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks import bare_runtime
 from benchmarks import kernels as bench
 from benchmarks.one_gpu.measuring import NotAvailableError, Setting
 from benchmarks.one_gpu.runner import Row
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 CASES = (("flux.1-dev", 1024, 8), ("qwen-image", 2304, 8))

@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from benchmarks import bare_runtime, transformer
 from benchmarks import modes as bench_modes
-from benchmarks import transformer
 from benchmarks.one_gpu.kernel_facts import call_seconds
 from benchmarks.one_gpu.measuring import Setting
 from benchmarks.one_gpu.runner import Row
@@ -21,7 +21,6 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.probing import machine_profile
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session.session import Session

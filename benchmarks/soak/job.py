@@ -188,7 +188,7 @@ class _Engines:
     """Loaded models of one rank."""
 
     def __init__(self, rank: int, settings: Settings) -> None:
-        from xfuser_cocodiff.lab.launching import rank_engine
+        from benchmarks.soak import rank_engine
 
         self._rank, self._settings, self._module = rank, settings, rank_engine
         self._engines: dict[tuple, rank_engine.RankEngine] = {}

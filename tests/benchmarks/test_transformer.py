@@ -5,10 +5,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import transformer
+from benchmarks import bare_runtime, transformer
 from benchmarks.transformer import Shape
 from tests import ranks
-from xfuser_cocodiff.lab.launching import bare_runtime
 
 
 class Operations(TorchDispatchMode):

@@ -3,7 +3,7 @@
 import pytest
 
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import rank_group
 
 PLAN = ["plan", "--model", "flux1", "--resolution", "1024"]
 MODEL = [*PLAN, "--nodes", "1", "--machine", "aurora"]
@@ -25,7 +25,7 @@ def test_bad_arguments_are_one_line_and_status_2(
     def start(*_: object) -> None:
         raise AssertionError("ranks must not connect")
 
-    monkeypatch.setattr(bare_runtime, "start", start)
+    monkeypatch.setattr(rank_group, "start", start)
     for arguments in BAD:
         try:
             status = cli.main(arguments)

@@ -17,7 +17,7 @@ from tests import ranks
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import rank_group
 from xfuser_cocodiff.xdit.integration import activation
 
 
@@ -64,7 +64,7 @@ def warnings_on(rank: int) -> list[str]:
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     with warnings.catch_warnings(record=True) as caught, mock.patch.object(dist, "destroy_process_group"):
         warnings.simplefilter("always")
-        with mock.patch.object(bare_runtime, "start", lambda *_: dist.group.WORLD):
+        with mock.patch.object(rank_group, "start", lambda *_: dist.group.WORLD):
             assert on_ranks.run(options, work, lambda record: None) == 0
     return [str(one.message) for one in caught if "this is deprecated" in str(one.message)]
 
@@ -78,7 +78,7 @@ def test_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         with failure_detection.report_failed_ranks([], "probe"):
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
-    monkeypatch.setattr(bare_runtime, "start", lambda *_: None)
+    monkeypatch.setattr(rank_group, "start", lambda *_: None)
     monkeypatch.setattr(failure_detection, "_describe_failure", lambda group, what, failure: f"{what}: rank 1 failed")
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     assert on_ranks.run(options, work, print) == on_ranks.FAILED_RANK_STATUS

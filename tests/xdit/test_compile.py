@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow, slow_but
@@ -18,7 +19,6 @@ from tests.xdit.attention.test_overlap import start, use, use_config
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
@@ -16,7 +17,6 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("hub")

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xfuser_cocodiff.cli import compare, env, plan, probe, quality
+from xfuser_cocodiff.cli import compare, demo, env, plan, probe, quality
 
-COMMANDS = (compare, env, probe, plan, quality)
+COMMANDS = (compare, demo, env, probe, plan, quality)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,12 +1,13 @@
-"""`cocodiff compare`: runs a command with stock xDiT and with the plugin, and writes a report."""
+"""`cocodiff compare`: compares runs of stock xDiT and of the plugin, and writes a report."""
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.output import fail
-from xfuser_cocodiff.lab.emulation.presets import PRESETS
+from xfuser_cocodiff.cli.output import fail, positive, write_json
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 
 INTERRUPTED_STATUS = 130
 
@@ -16,20 +17,23 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="compare the plugin with stock xDiT: step time, communication, quality",
-        description="Runs a command with stock xDiT (the baseline) and with the plugin, with the same seed, and writes "
-        "a report with speedup, communication and quality.",
-        usage="%(prog)s [--out DIR] [--repeats N] [--modes MODES] [--launcher COMMAND | --emulate PRESET "
-        "[--topology T] [--scale S]] [--stock DIR] [--trace] [--json FILE] "
-        "-- <xdit arguments | script and arguments>",
+        description="Runs a command with stock xDiT (the baseline) and with the plugin, with the same seed, or reads "
+        "runs that were recorded with COCODIFF_RECORD=DIR, stock's first. Writes a report with speedup, communication "
+        "and quality.",
+        usage="%(prog)s [--out DIR] [--repeats N] [--json FILE] "
+        "([--modes MODES] [--launcher COMMAND] -- <xdit arguments | script and arguments> | DIR DIR [DIR ...])",
         epilog="Exit status: 0 on success; 1 if a result without lossy compression is not bit-identical to stock's; "
         "2 if the comparison failed.",
     )
+    parser.add_argument("records", nargs="*", type=Path, metavar="DIR", help="folders of recorded runs, of all ranks")
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each variant (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="compared runs of each variant (%(default)s)")
     parser.add_argument(
         "--modes",
-        help="modes of the plugin to compare, such as exact,balanced,fast (default: the mode that the arguments or the "
-        "environment select)",
+        type=_modes,
+        default=(),
+        help=f"modes of the plugin, such as exact,balanced, of {', '.join(MODES)} (default: the one that the arguments "
+        "or the environment select)",
     )
     parser.add_argument(
         "--launcher",
@@ -38,35 +42,15 @@ def add_parser(subparsers: Any) -> None:
         "must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all ranks need access to the --out "
         "folder",
     )
-    _add_emulation(parser)
-    parser.add_argument(
-        "--stock",
-        type=Path,
-        metavar="DIR",
-        help="reuse the baseline of an earlier comparison (its --out folder) if its runs of stock are complete",
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="run each variant once more and trace its last steps with torch.profiler"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)
 
 
-def _add_emulation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--emulate",
-        metavar="PRESET",
-        help=f"run the ranks on an emulated cluster with the links of {', '.join(PRESETS)}: on the CPU, each rank in a "
-        "network namespace of its own",
-    )
-    parser.add_argument(
-        "--topology",
-        help="topology of all emulated ranks, such as node=2,gpu=2 (default: --cocodiff_topology, else the preset's, "
-        "else two nodes)",
-    )
-    parser.add_argument(
-        "--scale", help="factor for the bandwidths of the preset, which are 1/10000 of the real ones (default: 1)"
-    )
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(text.split(","))
+    if not {*modes} <= {*MODES} or len({*modes}) < len(modes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid are {', '.join(MODES)}, each at most once")
+    return modes
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,54 +58,39 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from xfuser_cocodiff.lab.comparison import compare, launch, record, report
+    from xfuser_cocodiff.lab.launching import command_line
+    from xfuser_cocodiff.lab.launching.command_line import option_value
     from xfuser_cocodiff.lab.reporting import formatting
 
-    if options.json:  # so that a folder that cannot be created is an error before minutes of runs
-        options.json.parent.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {formatting.INSTALL_REPORT_EXTRA}")
+    if len(options.records) == 1 or (options.records and options.xdit_arguments):
+        return fail("give two folders of records or more, stock's first, or a command after --")
     try:
-        comparison = compare.compare(options.xdit_arguments, options.out, console, _compare_options(options))
-    except (compare.UsageError, launch.LaunchError, record.RecordError) as error:
+        folders, repeats = options.records, options.repeats
+        if not folders:
+            arguments = options.xdit_arguments
+            if given := not command_line.is_script(arguments) and option_value(arguments, "num_iterations"):
+                repeats = positive(given)
+            folders = launch.launch_variants(arguments, options.out, console, repeats, options.modes, options.launcher)
+        options.out.mkdir(parents=True, exist_ok=True)
+        comparison = {**compare.compare(folders, options.out, repeats), "command": options.command}
+    except argparse.ArgumentTypeError as error:
+        return fail(f"--num_iterations {error}")
+    except (ValueError, launch.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
         print("cocodiff: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
-    comparison["command"] = options.command
     page = report.write(comparison, options.out)
-    if options.json:
-        options.json.write_text((options.out / "report.json").read_text())
-    _print_result(comparison, options.out, console)
-    console.print(f"\nReport: {page}")
+    write_json(options, comparison)
+    console.print("", *_lines(comparison), "", f"Report: {page}", sep="\n")
     return 0 if report.passed(comparison) else 1
 
 
-def _compare_options(options: argparse.Namespace) -> Any:
-    """Convert the options of the command line.
-
-    Raises:
-        UsageError: an option needs another one that is missing.
-    """
-    from xfuser_cocodiff.lab.comparison.compare import CompareOptions, UsageError
-    from xfuser_cocodiff.lab.comparison.emulate import EmulationOptions
-
-    given = {name: value for name in ("topology", "scale") if (value := getattr(options, name)) is not None}
-    if given and options.emulate is None:
-        name, value = next(iter(given.items()))
-        raise UsageError(f"--{name} {value} needs --emulate: it configures the emulated cluster")
-    return CompareOptions(
-        repeats=options.repeats,
-        modes=tuple(options.modes.split(",")) if options.modes else (),
-        traced=options.trace,
-        launcher=options.launcher,
-        emulation=EmulationOptions(options.emulate, **given) if options.emulate else None,
-        baseline=options.stock,
-    )
-
-
-def _print_result(comparison: dict[str, Any], out: Path, console: Any) -> None:
-    """Print verdicts and notes of a comparison, and its table last."""
+def _lines(comparison: dict[str, Any]) -> Sequence[str]:
+    """Return verdicts and notes of a comparison, and its table last."""
     from xfuser_cocodiff.lab.comparison import report, summary
 
     pairs, lines = report.split_by_variant(comparison), []
@@ -129,10 +98,5 @@ def _print_result(comparison: dict[str, Any], out: Path, console: Any) -> None:
         if len(pairs) == 1 or not report.passed(pair):
             lines.append("{}. {}".format(*report.verdict(pair)))
         lines += [note for note in report.notes(pair) if note not in lines]
-    for run in comparison["runs"]:
-        if run["trace"]:
-            lines.append(f"Traces of {run['name']} for https://ui.perfetto.dev: {out / run['trace']}")
-        for tensors, fraction in run["overlap"].items():
-            lines.append(f"Communication of {tensors} in {run['name']}: {fraction:.0%} hidden behind kernels.")
     lines += summary.exchange_lines(comparison) + summary.error_lines(comparison)
-    console.print("", *lines, "", summary.format_table(comparison), "", summary.sentence(comparison), sep="\n")
+    return [*lines, "", summary.format_table(comparison), "", summary.sentence(comparison)]

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     import torch.distributed as dist
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
-    from xfuser_cocodiff.lab.launching import bare_runtime
+    from xfuser_cocodiff.lab.launching import rank_group
     from xfuser_cocodiff.xdit.settings.parsers import MAX_SECONDS
 
     try:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
             raise ValueError(
                 f"--timeout {options.timeout:g} is not valid; valid are seconds above 0, up to {MAX_SECONDS:g}"
             )
-        group = bare_runtime.start(options.timeout)
+        group = rank_group.start(options.timeout)
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))

@@ -27,3 +27,14 @@ def write_json(options: argparse.Namespace, record: dict[str, Any]) -> None:
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(text)
     partial.replace(file)
+
+
+def positive(text: str) -> int:
+    """Return a number of at least 1, for the parser of the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not one.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid are integers from 1")
+    return int(text)

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import modes
+from benchmarks import bare_runtime, modes
 from benchmarks.accelerator import device_type
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.operations import Operations
@@ -29,7 +29,6 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.machines import MACHINES

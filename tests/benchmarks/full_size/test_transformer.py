@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from benchmarks import bare_runtime
 from benchmarks.full_size.architectures import ARCHITECTURES, LAST
 from benchmarks.full_size.transformer import FullMask, FullSizeTransformer, build
 from tests import mock_device, ranks
 from tests.quick import slow, slow_but
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.lab.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
 from xfuser_cocodiff.lab.simulation.sharding import shard
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS

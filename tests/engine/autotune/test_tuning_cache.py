@@ -91,8 +91,8 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     saves its cache."""
     from unittest import mock
 
+    from benchmarks import bare_runtime
     from xfuser_cocodiff.engine.autotune import link_probe
-    from xfuser_cocodiff.lab.launching import bare_runtime
     from xfuser_cocodiff.xdit.session import startup as starting
     from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.comparison import compare, launch, report
+from xfuser_cocodiff.lab.comparison import launch, report
 from xfuser_cocodiff.lab.launching import command_line
 
 SIGNALS = (signal.SIGINT, 130), (signal.SIGTERM, 143)
@@ -33,8 +33,8 @@ def test_options_are_found_in_every_spelling() -> None:
 def test_variants_differ_by_the_options_of_the_plugin(tmp_path: Path) -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat", "COCODIFF_DISABLE": "1", "HOME": "h"}
     line = ["--ulysses_degree=2", "--use-cocodiff", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
-    stock, exact = compare.make_variants(line, environment, tmp_path, 5)
-    assert (stock.name, exact.name) == ("stock", "exact")
+    stock, exact = launch.make_variants(line, environment, tmp_path, 5)
+    assert (stock.name, exact.name) == ("stock", "plugin")
     assert stock.environment == {"HOME": "h"}
     assert exact.environment == {**stock.environment, "COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat"}
     plain = ["--ulysses_degree=2", "--warmup_calls", "3"]
@@ -57,67 +57,45 @@ def test_stock_keeps_only_the_option_to_share_the_device() -> None:
         "1",
         "--x",
     ]
-    assert command_line.arguments_for_stock(
-        [*line, "--master_port", "1", "--output-directory=o"]
-    ) == command_line.stock_arguments(line)
-    stock, _ = compare.make_variants(line, {"COCODIFF_SHARE_DEVICE": "1", "COCODIFF_MODE": "fast"}, Path(), 1)
+    stock, _ = launch.make_variants(line, {"COCODIFF_SHARE_DEVICE": "1", "COCODIFF_MODE": "fast"}, Path(), 1)
     assert stock.environment == {"COCODIFF_SHARE_DEVICE": "1"}
 
 
 def test_each_mode_is_a_variant(tmp_path: Path) -> None:
     line = ["--ulysses_degree=2", "--cocodiff_a2a", "flat"]
-    stock, exact, fast = compare.make_variants(line, {"COCODIFF_MODE": "paper"}, tmp_path, 1, modes=("exact", "fast"))
+    stock, exact, fast = launch.make_variants(line, {"COCODIFF_MODE": "paper"}, tmp_path, 1, modes=("exact", "fast"))
     assert (stock.name, exact.name, fast.name) == ("stock", "exact", "fast")
     assert stock.arguments[:2] == ["--ulysses_degree=2", "--num_iterations=1"]
     for variant in (exact, fast):
         assert variant.arguments[:5] == [*line, f"--cocodiff_mode={variant.name}", "--use_cocodiff"]
 
 
-@pytest.mark.parametrize(
-    ("line", "environment", "name"),
-    [([], {}, "balanced"), (["--cocodiff_mode=fast"], {}, "fast"), ([], {"COCODIFF_MODE": "paper"}, "paper")],
-)
-def test_variant_has_the_name_of_its_mode(
-    line: list[str], environment: dict[str, str], name: str, tmp_path: Path
-) -> None:
-    _, variant = compare.make_variants([*line, "--ulysses_degree=2"], environment, tmp_path, 1, default_mode="balanced")
-    assert variant.name == name
-
-
 SCRIPT = """
-    import gzip, json, os, pathlib, sys, time
+    import json, os, pathlib, sys, time
     folder, rank = pathlib.Path(os.environ["COCODIFF_RECORD"]), int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        (folder / "progress.json").write_text(json.dumps({"run": 1, "step": 1, "total_steps": 1}))
     is_plugin = "--use_cocodiff" in sys.argv
     if is_plugin and "--hang-plugin" in sys.argv:
+        (folder / "hangs").touch()
         time.sleep(600)
-    if "--fail" in sys.argv or is_plugin and "--fail-plugin" in sys.argv:
+    if "--fail" in sys.argv:
         raise ValueError("no such scheduler")
     steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 10}}]
     is_different = "--differ" in sys.argv or {"--differ-if-fast", "--cocodiff_mode=fast"} <= {*sys.argv}
     digest = "plugin" if is_plugin and is_different else "stock"
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
-    engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
-    time.sleep(0.1)
-    if "COCODIFF_TRACE" in os.environ:
-        event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5, "dur": 1, "name": "add", "id": 3, "cat": "user_annotation"}
-        v = {**event, "name": "cocodiff.v.exchange"}
-        launch = {**event, "cat": "cuda_runtime", "args": {"correlation": 1}}
-        sent = {**launch, "cat": "gpu_memcpy", "tid": 20, "dur": 4}
-        kernels = [{**launch, "args": {"correlation": 2}, "tid": 2, "cat": cat} for cat in ("cuda_runtime", "kernel")]
-        text = json.dumps({"baseTimeNanoseconds": 1000 * rank, "traceEvents": [event, v, launch, sent, *kernels]})
-        (folder / f"trace{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
+    modes = [word.partition("=")[2] for word in sys.argv if word.startswith("--cocodiff_mode=")]
+    degrees = {"degree": int(sys.argv[2]), "ring_degree": 1 + sys.argv.count("--ring_degree")}
+    engine = {"rank": rank, "arguments": sys.argv, "topology": None, "device": "CPU", **degrees}
+    engine["mode"] = (modes or ["exact"])[0] if is_plugin else None
     if "--silent" not in sys.argv:
         (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
 """
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def script(tmp_path: Path) -> Callable[..., list[str]]:
     """Return a function that makes the command line to compare a script, which writes records like a pipeline."""
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.02)
     file = tmp_path / "example.py"
     file.write_text(textwrap.dedent(SCRIPT))
 
@@ -161,9 +139,8 @@ def test_script_is_launched_per_variant_and_repeat(quick_script: Callable, tmp_p
     printed = capsys.readouterr().out
     assert "Bit-identical to stock." in printed
     # The order alternates.
-    order = [printed.index(f"{launched}: started") for launched in ("stock 1", "exact 1", "exact 2", "stock 2")]
+    order = [printed.index(f"{launched}: started") for launched in ("stock 1", "plugin 1", "plugin 2", "stock 2")]
     assert order == sorted(order)
-    assert "stock 1: run 1" in printed
 
 
 def test_many_modes_are_compared_to_one_baseline(quick_script: Callable, tmp_path: Path, capsys) -> None:
@@ -187,19 +164,6 @@ def test_many_modes_are_compared_to_one_baseline(quick_script: Callable, tmp_pat
     assert "Not bit-identical to stock." in printed and "Bit-identical" not in printed
 
 
-def test_each_variant_is_launched_once_more_for_traces(quick_script: Callable, tmp_path: Path, capsys) -> None:
-    line = quick_script()
-    assert cli.main([line[0], "--trace", *line[1:]]) == 0
-    printed = capsys.readouterr().out
-    for name in ("stock", "exact"):
-        assert f"Communication of v in {name}: 25% hidden behind kernels." in printed
-    runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
-    for run in runs:
-        assert run["trace"] == f"records/{run['name']}-traced/trace0.json.gz" and len(run["step_seconds"]) == 1
-        assert str(tmp_path / "out" / run["trace"]) in printed
-    assert (tmp_path / "out/records/exact-traced/trace1.json.gz").exists()
-
-
 def test_different_result_is_status_1(quick_script: Callable) -> None:
     assert cli.main(quick_script("--differ")) == 1
 
@@ -208,7 +172,7 @@ def test_launcher_starts_the_ranks(script: Callable, launcher: str, tmp_path: Pa
     line = script()
     assert cli.main([line[0], "--launcher", launcher, *line[1:]]) == 0
     assert (tmp_path / "out/logs/stock-1.log").read_text() == "launched 2\n"
-    assert len(list((tmp_path / "out/records/exact-1").glob("rank*.json"))) == 2
+    assert len(list((tmp_path / "out/records/plugin/1").glob("rank*.json"))) == 2
     xdit = command_line.launch_command(
         ["--model", "M", "--ulysses_degree=2", "--ring_degree", "3"], "mpiexec -n {ranks} 'rank it'"
     )
@@ -216,72 +180,30 @@ def test_launcher_starts_the_ranks(script: Callable, launcher: str, tmp_path: Pa
     assert xdit[5:] == ["-m", "xfuser.runner", "--model", "M", "--ulysses_degree=2", "--ring_degree", "3"]
 
 
-def test_baseline_of_an_earlier_comparison_is_reused(
-    script: Callable, launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    def compare(name: str, *more: str, plugin: tuple[str, ...] = (), stock: str = "") -> int:
-        line = script(*plugin)
-        line[line.index("--out") + 1] = str(tmp_path / name)
-        earlier = ["--stock", str(tmp_path / stock)] if stock else []
-        return cli.main([line[0], *earlier, "--launcher", launcher, *more, *line[1:]])
-
-    assert compare("first") == 0
-    assert compare("second", stock="first", plugin=("--cocodiff_mode", "fast")) == 0
-    printed = capsys.readouterr().out
-    assert (printed.count("stock 1: started"), printed.count("fast 1: started")) == (1, 1)
-    first, second = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("first", "second"))
-    assert second["runs"][0] == first["runs"][0]
-    assert second["runs"][1]["name"] == "fast"
-    assert compare("third", stock="first", plugin=("--other", "argument")) == 2
-    assert "this comparison needs" in capsys.readouterr().err
-    assert compare("third", stock="nowhere") == 2
-    assert "nowhere is not valid: it has no complete records of stock" in capsys.readouterr().err
-    file = tmp_path / "first/records/stock.json"
-    manifest = json.loads(file.read_text())
-    manifest["host"]["torch"] = "2.0.0"
-    file.write_text(json.dumps(manifest))
-    assert compare("third", stock="first") == 2
-    assert "it ran with torch 2.0.0; installed here: torch" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["../outside", "/etc", "..", ".", "", "a/b", 3])
-def test_a_manifest_names_folders_beside_it_only(tmp_path: Path, name: object) -> None:
-    """The folders that a manifest names are copied."""
-    (tmp_path / "earlier/records").mkdir(parents=True)
-    (tmp_path / "earlier/outside").mkdir()
-    manifest = {"command": "xdit", "repeats": 1, "host": {}, "records": [name]}
-    (tmp_path / "earlier/records/stock.json").write_text(json.dumps(manifest))
-    stock = compare.RecordedVariant("stock", [], {})
-    with pytest.raises(compare.UsageError, match="it has no complete records of stock"):
-        stock.reuse(tmp_path / "earlier", tmp_path / "out", 1)
-
-
-def test_complete_baseline_is_kept_when_the_plugin_fails(quick_script: Callable, tmp_path: Path, capsys) -> None:
-    """The comparison continues in the same folder and launches only the variant that failed."""
-    failing, succeeding = quick_script("--fail-plugin", repeats=2), quick_script(repeats=2)
-    hint = f"the records of stock are complete: add --stock {tmp_path / 'out'} to reuse them"
-    assert cli.main(failing) == 2
-    printed = capsys.readouterr()
-    assert "the exact 1 launch failed" in printed.err
-    assert hint not in printed.out  # one of its two launches is missing
-    assert cli.main([succeeding[0], "--stock", str(tmp_path / "out"), *succeeding[1:]]) == 2
-    assert "it has no complete records of stock" in capsys.readouterr().err
-
-    once = quick_script("--fail-plugin")
-    assert cli.main(once) == 2
-    assert hint in capsys.readouterr().out.replace("\n", "")
-    assert not (tmp_path / "out/report.json").exists()
-    assert cli.main([once[0], "--stock", str(tmp_path / "out"), *once[1:]]) == 2
-    printed = capsys.readouterr().out
-    assert (printed.count("stock 1: started"), printed.count("exact 1: started")) == (0, 1)
-    assert hint in printed
-    # The arguments must be the same, so the cause of the failure is removed from the script.
-    file = tmp_path / "example.py"
-    file.write_text(file.read_text().replace('"--fail-plugin"', '"--repaired"'))
-    assert cli.main([once[0], "--stock", str(tmp_path / "out"), *once[1:]]) == 0
-    runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
-    assert [run["name"] for run in runs] == ["stock", "exact"]
-    assert hint not in capsys.readouterr().out
+def test_records_of_two_comparisons_are_compared(quick_script: Callable, tmp_path: Path, capsys) -> None:
+    """So that stock need not run again; the folders of nodes may be apart, and each has several launches."""
+    assert cli.main(quick_script(repeats=2)) == 0
+    stock, plugin = tmp_path / "out/records/stock", tmp_path / "out/records/plugin"
+    for node in range(2):
+        (tmp_path / f"plugin/node{node}").mkdir(parents=True)
+        for launched in (1, 2):
+            (tmp_path / f"plugin/node{node}/{launched}").mkdir()
+            file = plugin / f"{launched}/rank{node}.json"
+            file.rename(tmp_path / f"plugin/node{node}/{launched}/rank{node}.json")
+    capsys.readouterr()
+    line = ["compare", str(stock), str(tmp_path / "plugin"), "--out", str(tmp_path / "second")]
+    assert cli.main(line) == 0
+    assert "exact: no significant difference in step time, bit-identical." in capsys.readouterr().out
+    record = json.loads((tmp_path / "second/report.json").read_text())
+    assert [(run["name"], run["step_seconds"]) for run in record["runs"]] == [
+        ("stock", [0.1] * 2),
+        ("exact", [0.1] * 2),
+    ]
+    (tmp_path / "plugin/node1/2/rank1.json").unlink()
+    assert cli.main(line) == 2
+    assert "the records are incomplete" in capsys.readouterr().err
+    assert cli.main(line[:2]) == 2
+    assert "give two folders" in capsys.readouterr().err
 
 
 def test_failed_launch_is_status_2_with_its_error(script: Callable, capsys) -> None:
@@ -305,14 +227,13 @@ def test_interrupt_stops_all_processes_and_keeps_the_baseline(
     heed_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     interrupted = [sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang-plugin")]
     process = subprocess.Popen(interrupted, preexec_fn=heed_sigint, stdout=subprocess.PIPE, text=True)
-    progress = tmp_path / "out/records/exact-1/progress.json"
-    while launch.read_progress(progress) is None:
+    while not (tmp_path / "out/records/plugin/1/hangs").exists():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
+    process.communicate(timeout=60)
     assert process.returncode == status
-    assert f"the records of stock are complete: add --stock {tmp_path / 'out'} to reuse them" in printed
+    assert (tmp_path / "out/records/stock/1/rank1.json").exists()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert str(tmp_path).encode() not in file.read_bytes()
@@ -326,19 +247,19 @@ def test_interrupt_stops_all_processes_and_keeps_the_baseline(
         (["compare"], "arguments are missing"),
         (["compare", "--"], "arguments are missing"),
         (["compare", "--", "--model", "M"], "--ulysses_degree is missing"),
-        (["compare", "--", "--model", "M", "--ulysses_degree", "two"], "--ulysses_degree 'two' is not valid"),
         (
             ["compare", "--", "--ulysses_degree=2", "--num_iterations=0"],
-            "--num_iterations 0 is not valid; valid are integers from 1",
+            "--num_iterations '0' is not valid; valid are integers from 1",
         ),
-        (["compare", "--launcher", "mpiexec 'rank", "--", "--ulysses_degree=2"], '"mpiexec \'rank" is not valid: No c'),
-        (["compare", "--launcher", " ", "--", "--ulysses_degree=2"], "--launcher ' ' is not valid: it is empty"),
-        (["compare", "--", "nowhere.py", "--ulysses_degree=2"], "script nowhere.py does not exist"),
         (
-            ["compare", "--modes", "exact,mad", "--", "--ulysses_degree=2"],
-            "--modes 'exact,mad' is not valid; valid are",
+            ["compare", "--launcher", "mpiexec 'rank", "--", "--ulysses_degree=2"],
+            "is not valid; valid is a command line",
         ),
-        (["compare", "--modes", "fast,fast", "--", "--ulysses_degree=2"], "each at most once"),
+        (
+            ["compare", "--launcher", " ", "--", "--ulysses_degree=2"],
+            "--launcher ' ' is not valid",
+        ),
+        (["compare", "--", "nowhere.py", "--ulysses_degree=2"], "script nowhere.py does not exist"),
         (
             ["compare", "--modes", "exact,fast", "--", "--ulysses_degree=2", "--cocodiff-mode=fast"],
             "--modes exact,fast and --cocodiff_mode fast are mutually exclusive",
@@ -352,21 +273,29 @@ def test_bad_usage_is_status_2(arguments: list[str], text: str, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_xdit_arguments_without_dashes_show_the_usage(capsys) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "M"], "-- <xdit arguments"),
+        (["--modes", "exact,mad"], "argument --modes: 'exact,mad' is not valid; valid are"),
+        (["--modes", "fast,fast"], "each at most once"),
+        (["--repeats", "0"], "argument --repeats: '0' is not valid; valid are integers from 1"),
+    ],
+)
+def test_bad_options_show_the_usage(arguments: list[str], text: str, capsys) -> None:
     with pytest.raises(SystemExit) as error:
-        cli.main(["compare", "--model", "M"])
+        cli.main(["compare", *arguments])
     assert error.value.code == 2
-    assert "-- <xdit arguments" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "count"), [([], 2), (["--ring_degree", "2"], 0)])
+@pytest.mark.parametrize(("options", "count"), [([], 1), (["--ring_degree", "2"], 0)])
 def test_degree_one_without_a_ring_has_no_communication(
     quick_script: Callable, capsys, options: list[str], count: int
 ) -> None:
     line = quick_script()
     assert cli.main([*line[:-1], "1", *options]) == 0
     printed = capsys.readouterr().out
-    # Before the runs and in the notes.
     assert printed.count("--ulysses_degree is 1: there is no communication") == count
 
 

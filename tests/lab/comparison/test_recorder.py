@@ -1,7 +1,6 @@
 """The recorder with schedulers and pictures on one process; test_compare has recorded runs of a command."""
 
 import copy
-import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from tqdm import tqdm
 from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.lab.comparison import recorder
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
-from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.lab.launching import stock_traffic
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
 from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
@@ -207,22 +205,6 @@ def test_file_instead_of_the_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"COCODIFF_RECORD=.*file is not valid: .*; valid is a folder"):
         recorder.Recorder(tmp_path / "file").begin_run(1)
-
-
-@pytest.mark.parametrize("total", [4, None])
-def test_last_steps_are_traced(active_recorder: recorder.Recorder, tmp_path: Path, total: int | None) -> None:
-    active_recorder._tracer = Tracer(tmp_path / "trace0.json.gz")
-    for _ in range(2):
-        active_recorder.begin_run(total)
-        for step in range(4):
-            with torch.autograd.profiler.record_function(f"step {step}"):
-                active_recorder.end_step(torch.zeros(3))
-        with torch.autograd.profiler.record_function("decoding"):
-            active_recorder.end_run()
-    events = json.loads(gzip.decompress((tmp_path / "trace0.json.gz").read_bytes()))["traceEvents"]
-    traced = {event["name"] for event in events if event["name"].startswith(("step", "decoding"))}
-    # If the number of steps is unknown, all steps but the first are traced.
-    assert traced == ({"step 2", "step 3"} if total else {"step 1", "step 2", "step 3", "decoding"})
 
 
 def test_bytes_of_stock_ring_attention_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from xfuser_cocodiff.lab.comparison import charts, fidelity, record, report
-from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.comparison.compare import compare
 
 
 def step(seconds: float, **axes: float) -> dict:
@@ -30,13 +29,19 @@ def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
 
 
 def write_records(
-    folder: Path, *ranks: list[dict], latents: torch.Tensor | None = None, shade: int | None = None
+    folder: Path,
+    *ranks: list[dict],
+    latents: torch.Tensor | None = None,
+    shade: int | None = None,
+    mode: str | None = None,
+    arguments: tuple[str, ...] = (),
 ) -> Path:
     """Write the files of the recorder: the runs of each rank, rank 0's latents and the last rank's picture."""
     folder.mkdir(parents=True)
     for rank, runs in enumerate(ranks):
-        engine = {"rank": rank, "degree": len(ranks), "topology": "gpu=2", "device": "CPU, threads per rank: 1"}
-        engine |= {"slow_axes": ["gpu"], "exchange": {"gpu": "kv"}}
+        engine = {"rank": rank, "ranks": len(ranks), "degree": len(ranks), "ring_degree": 1, "topology": "gpu=2"}
+        engine |= {"slow_axes": ["gpu"], "exchange": {"gpu": "kv"}, "device": "CPU, threads per rank: 1"}
+        engine |= {"mode": mode, "arguments": ["xdit", *arguments]}
         (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": runs}))
     if latents is not None:
         save_file({"latents": latents}, folder / "latents.safetensors")
@@ -45,31 +50,27 @@ def write_records(
     return folder
 
 
-def record_variant(folder: Path, *ranks: list[dict], repeats: int = 1, **files: Any) -> VariantResult:
-    """Write the files of the recorder and read them back."""
-    return VariantResult.read([write_records(folder, *ranks, **files)], repeats)
+def compared(tmp_path: Path, stock: Any, plugin: Any, mode: str = "exact", repeats: int = 1, **files: Any) -> dict:
+    """Return the record of two variants, given the runs of each of their ranks."""
+    files = {"arguments": ("--model", "M<1>"), **files}
+    folders = [
+        write_records(tmp_path / "records/stock", *stock, **files),
+        write_records(tmp_path / f"records/{mode}", *plugin, mode=mode, **files),
+    ]
+    return {**compare(folders, tmp_path, repeats), "command": "cocodiff"}
 
 
 def make_record(tmp_path: Path, **other: object) -> dict:
     """Return a record of two ranks and two repeats; `other` changes the last run of the plugin's rank 1."""
     fast, slow = step(0.1, flat=0.04), step(0.2, flat=0.06)
-    usual = run(slow, fast, fast)
-    variants = {
-        "stock": [[usual, usual, usual]] * 2,
-        "exact": [[usual, usual, usual], [usual, usual, {**usual, **other}]],
-    }
-    results = {}
-    for name, ranks in variants.items():
-        different = float(bool(other) and name == "exact")
-        latents = torch.arange(33, dtype=torch.bfloat16) / 8 + different
-        files = {"latents": latents, "shade": 100 + int(different) * 3}
-        results[name] = record_variant(tmp_path / "records" / name, *ranks, repeats=2, **files)
-    runs = [
-        {"name": name, "model": "M<1>", "degree": 2, "command": f"xdit {name}", "trace": f"trace-{name}.json.gz"}
-        | compute_metrics(result, results["stock"], tmp_path)
-        for name, result in results.items()
-    ]
-    return {**host.header(), "command": "cocodiff", "repeats": 2, "launches": "one", "runs": runs}
+    usual, different = run(slow, fast, fast), float(bool(other))
+    latents, arguments = torch.arange(33, dtype=torch.bfloat16) / 8, ("--model", "M<1>")
+    stock, exact = tmp_path / "records/stock", tmp_path / "records/exact"
+    write_records(stock, *[[usual] * 3] * 2, latents=latents, shade=100, arguments=arguments)
+    ranks = [usual] * 3, [usual, usual, {**usual, **other}]
+    files = {"latents": latents + different, "shade": 100 + int(different) * 3, "arguments": arguments}
+    write_records(exact, *ranks, mode="exact", **files)
+    return {**compare([stock, exact], tmp_path, 2), "command": "cocodiff"}
 
 
 def test_step_time_is_that_of_the_slowest_rank_without_the_first_step() -> None:
@@ -100,23 +101,35 @@ def test_steps_with_timed_communication_do_not_count_for_step_time() -> None:
 
 def test_peak_memory_is_that_of_the_rank_with_most(tmp_path: Path) -> None:
     ranks = [[run(step(0.1), memory=memory)] * 2 for memory in (2000, 3000)]
-    latents = torch.zeros(8)
-    stock, other = (
-        record_variant(tmp_path / name, *ranks, repeats=1, latents=latents, shade=100) for name in ("stock", "exact")
-    )
-    assert compute_metrics(other, stock, tmp_path)["peak_memory_bytes"] == 3000
+    assert compared(tmp_path, ranks, ranks)["runs"][1]["peak_memory_bytes"] == 3000
 
 
-def test_warm_up_is_dropped_and_missing_runs_raise(tmp_path: Path) -> None:
-    runs = [run(step(float(number))) for number in range(3)]
-    ranks = record.read_ranks(write_records(tmp_path / "a", runs, runs))
-    assert [record.step_seconds(repeat) for repeat in record.last_repeats(ranks, 2)] == [1.0, 2.0]
-    with pytest.raises(record.RecordError, match="expected 4 runs of the pipeline, recorded 3"):
-        record.last_repeats(ranks, 4)
-    with pytest.raises(record.RecordError, match="no rank recorded"):
-        record.read_ranks(tmp_path / "nothing")
-    with pytest.raises(record.RecordError, match="records of 2 ranks are incomplete; numbers of runs per rank: 1, 3"):
-        record.read_ranks(write_records(tmp_path / "b", runs, runs[:1]))
+def test_the_last_runs_of_as_many_steps_are_compared(tmp_path: Path) -> None:
+    """Others warm up, and a variant may have recorded more of them."""
+    short, runs = run(step(9.0)), [run(*[step(float(number))] * 2) for number in range(3)]
+    record_of_both = compared(tmp_path, [[short, *runs]] * 2, [runs] * 2, repeats=9)
+    assert [each["step_seconds"] for each in record_of_both["runs"]] == [[0.0, 1.0, 2.0]] * 2
+    folders = [tmp_path / "records" / name for name in ("stock", "exact")]
+    assert compare(folders, tmp_path, 2)["runs"][0]["step_seconds"] == [1.0, 2.0]
+
+
+def test_incomplete_records_are_named(tmp_path: Path) -> None:
+    one = [run(step(1.0))]
+    good = write_records(tmp_path / "good", one, one)
+    for folder, words in (
+        (tmp_path / "nothing", "no rank recorded"),
+        (write_records(tmp_path / "uneven", one * 3, one), r"incomplete; runs by rank and launch: \[\[3\], \[1\]\]"),
+        (write_records(tmp_path / "short", [run(*[step(1.0)] * 2)], [run(*[step(1.0)] * 2)]), "2 steps, and 1 in"),
+        (write_records(tmp_path / "few", one), "1 ranks, and 2 in"),
+    ):
+        with pytest.raises(record.RecordError, match=words):
+            compare([good, folder], tmp_path, 1)
+    (good / "rank0.json").unlink()
+    with pytest.raises(record.RecordError, match="the records of ranks 0 of 2 are missing; copy those of all nodes"):
+        compare([good, good], tmp_path, 1)
+    plugin = write_records(tmp_path / "plugin", one, mode="exact")
+    with pytest.raises(record.RecordError, match="recorded in mode exact; the first folder must be of stock xDiT"):
+        compare([plugin, plugin], tmp_path, 1)
 
 
 def test_record_has_the_documented_keys(tmp_path: Path) -> None:
@@ -141,8 +154,8 @@ def test_chart_and_table_show_the_same_communication(tmp_path: Path) -> None:
     first = step(0.3, node=0.08, gpu=0.02)
     steps = [step(0.2, node=0.05 + n / 100, gpu=0.01) for n in range(4)]
     runs = [run(first, *steps), run(first, *steps[1:], steps[0]), run(first, *steps[:3])]
-    variant = record_variant(tmp_path / "exact", runs[:2], runs[1::-1], repeats=2)
-    metrics = {"name": "exact", **compute_metrics(variant, variant, tmp_path)}
+    ranks = runs[:2], runs[1::-1]
+    metrics = compared(tmp_path, ranks, ranks, repeats=2)["runs"][1]
     axes = Figure().subplots()
     charts._draw_bar(axes, 0, metrics)
     gpu, node, rest = (bar.get_width() / 1000 for bar in axes.patches)
@@ -200,25 +213,14 @@ ERRORS = [
 def test_report_shows_codec_statistics(tmp_path: Path) -> None:
     stock = [[run(step(0.1), step(0.1))]] * 2
     fast = [[{**run(step(0.1), step(0.1)), "codecs": [ENCODED] * 2, **ERRORS[rank]}] for rank in range(2)]
-    variants = [record_variant(tmp_path / name, *variant) for name, variant in (("stock", stock), ("fast", fast))]
-    named = [
-        {
-            "name": name,
-            "model": None,
-            "degree": 2,
-            "command": "x",
-            "trace": None,
-            **compute_metrics(variant, variants[0], tmp_path),
-        }
-        for name, variant in zip(("stock", "fast"), variants, strict=True)
-    ]
+    comparison = compared(tmp_path, stock, fast, "fast")
+    named = comparison["runs"]
     assert named[0]["codecs"] is None
     assert named[1]["codecs"] == {
         "bytes_slow_fraction": 0.2,
         "repeated": 4,
         "reference_bytes": 5000,
     }
-    comparison = {**host.header(), "command": "cocodiff", "repeats": 1, "launches": "one", "runs": named}
     html = report.write(comparison, tmp_path).read_text()
     assert [named[0][name] for name in ERRORS[0]] == [None, {}, None, {}], "of stock"
     assert {name: named[1][name] for name in ERRORS[0]} == {
@@ -231,68 +233,48 @@ def test_report_shows_codec_statistics(tmp_path: Path) -> None:
 
 
 def test_compressed_fraction_or_reason_is_recorded(tmp_path: Path) -> None:
-    def metrics_of(name: str, codecs: list | None, **more: object) -> dict:
-        ranks = [[{**run(step(0.1)), "codecs": codecs, **more}]] * 2
-        variant = record_variant(tmp_path / name, *ranks)
-        return compute_metrics(variant, variant, tmp_path)
+    def compared_with(mode: str, codecs: list | None, **more: object) -> dict:
+        stock = {**run(step(0.1)), "coded_reason": "stock xDiT"}
+        plugin = {**run(step(0.1)), "codecs": codecs, **more}
+        return compared(tmp_path / mode, [[stock]] * 2, [[plugin]] * 2, mode)
 
-    fast = metrics_of("fast", [ENCODED])
+    fast = compared_with("fast", [ENCODED])["runs"][1]
     assert (fast["coded_fraction"], fast["coded_reason"]) == (0.2, None)
-    exact = metrics_of("exact", None, coded_reason="mode exact")
-    assert (exact["coded_fraction"], exact["coded_reason"]) == (None, "mode exact")
+    exact = compared_with("exact", None, coded_reason="mode exact")
+    assert (exact["runs"][1]["coded_fraction"], exact["runs"][1]["coded_reason"]) == (None, "mode exact")
     nothing = {**ENCODED, "sent_bytes": 0, "exact_bytes": 0}
-    compiled = metrics_of("compiled", [nothing], coded_reason="the transformer is compiled")
-    assert (compiled["coded_fraction"], compiled["coded_reason"]) == (None, "the transformer is compiled")
-    named = [
-        {"name": name, "degree": 2, "command": "x", **metrics}
-        for name, metrics in (("stock", exact), ("fast", compiled))
-    ]
-    assert any("the transformer is compiled" in note for note in report.notes({"runs": named}))
-    named[1] |= {"name": "exact", **exact}
-    assert not any("compressed" in note for note in report.notes({"runs": named}))
+    compiled = compared_with("balanced", [nothing], coded_reason="the transformer is compiled")
+    assert compiled["runs"][1]["coded_reason"] == "the transformer is compiled"
+    assert any("the transformer is compiled" in note for note in report.notes(compiled))
+    assert not any("compressed" in note for note in report.notes(exact))
 
 
 def test_notes_name_the_variants_with_compiled_graphs(tmp_path: Path) -> None:
-    uncounted = record_variant(tmp_path / "uncounted", *[[run(step(0.1))]] * 2)
-    counted = record_variant(tmp_path / "counted", *[[run(step(0.1, flat=0.01))]] * 2)
-    for variants, text in (
-        ((uncounted, uncounted), "not measured for stock and exact"),
-        ((counted, uncounted), "not measured for exact"),
-    ):
-        runs = [
-            {
-                "name": name,
-                "degree": 2,
-                "command": "xdit --use_torch_compile",
-                **compute_metrics(variant, variant, tmp_path),
-            }
-            for name, variant in zip(("stock", "exact"), variants, strict=True)
-        ]
-        notes = " ".join(report.notes({"runs": runs}))
+    uncounted, counted = [[run(step(0.1))]] * 2, [[run(step(0.1, flat=0.01))]] * 2
+    for stock, text in ((uncounted, "not measured for stock and exact"), (counted, "not measured for exact")):
+        found = compared(tmp_path / text, stock, uncounted, arguments=("--use_torch_compile",))
+        notes = " ".join(report.notes(found))
         assert text in notes and "it runs inside compiled graphs" in notes
 
 
 def test_unknown_metrics_are_null(tmp_path: Path) -> None:
     uncounted = [[run(step(0.1))]] * 2
-    stock = record_variant(tmp_path / "stock", *uncounted)
-    for name, latents in {"none": None, "nan": torch.full((8,), torch.nan), "shape": torch.zeros(3)}.items():
-        metrics = compute_metrics(record_variant(tmp_path / name, *uncounted, latents=latents), stock, tmp_path)
+    for name, latents in {"none": None, "nan": torch.full((8,), torch.nan)}.items():
+        metrics = compared(tmp_path / name, uncounted, uncounted, latents=latents)["runs"][1]
         assert metrics["a2a_seconds"] is metrics["bytes"] is None
         assert metrics["latents"]["max_abs"] is metrics["latents"]["psnr_db"] is None
         assert metrics["image"] == {"psnr_db": None, "ssim": None, "path": None}
         json.dumps(metrics, allow_nan=False)
-    assert fidelity.compare_latents(tmp_path / "nan/latents.safetensors", tmp_path / "nan/latents.safetensors") == {
-        "max_abs": None,
-        "psnr_db": None,
-    }
+    for size in (3, 4):
+        save_file({"latents": torch.zeros(size)}, tmp_path / f"{size}.safetensors")
+    files = (tmp_path / "3.safetensors", tmp_path / "4.safetensors")
+    assert fidelity.compare_latents(*files) == {"max_abs": None, "psnr_db": None}
 
 
 def test_degree_one_has_zero_communication(tmp_path: Path) -> None:
-    one, two = (record_variant(tmp_path / str(ranks), *[[run(step(0.1))]] * ranks) for ranks in (1, 2))
-    metrics = compute_metrics(one, one, tmp_path)
+    one = [[run(step(0.1))]]
+    metrics = compared(tmp_path, one, one)["runs"][1]
     assert (metrics["a2a_seconds"], metrics["bytes"]) == (0, {})
-    with pytest.raises(record.RecordError, match="different numbers of ranks"):
-        compute_metrics(one, two, tmp_path)
 
 
 class Page(HTMLParser):
@@ -332,11 +314,9 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
     for text in (
         *report.verdict(comparison),
         "exchange of each axis</th><td>-</td><td>gpu kv",
-        "xdit stock",
-        "xdit exact",
+        "xdit --model",
         "100.0 ms",
         "46.67 kB",
-        "trace-stock.json.gz",
     ):
         assert text in html.replace("&#39;", "'")
     assert ("The images are bit-identical" in html) == (not other)
@@ -347,23 +327,10 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
 
 
 def test_report_without_pictures_and_communication(tmp_path: Path) -> None:
-    variant = record_variant(tmp_path / "records/stock", *[[run(step(0.1))]] * 2)
-    stock = {
-        "name": "stock",
-        "model": None,
-        "degree": 2,
-        "command": "x",
-        "trace": None,
-        **compute_metrics(variant, variant, tmp_path),
-    }
-    record_of_both = {
-        "command": "cocodiff",
-        "repeats": 1,
-        "launches": "one",
-        "runs": [stock, {**stock, "topology": None}],
-    }
-    html = report.write({**host.header(), **record_of_both}, tmp_path).read_text()
+    ranks = [[run(step(0.1))]] * 2
+    comparison = compared(tmp_path, ranks, ranks)
+    comparison["runs"][1]["topology"] = None
+    html = report.write(comparison, tmp_path).read_text()
     assert Page(html).images == 1
-    assert "perfetto" not in html
     for text in ("was inactive in this run", "were not measured", "returned no image"):
         assert text in html

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session

@@ -193,7 +193,7 @@ def use_cached(rank: int, folder: str, patch_attention: bool) -> tuple[list[str]
 
 def stock_step(run: Run) -> torch.Tensor:
     """Return the result of a step by stock, and continue with the session in use."""
-    from xfuser_cocodiff.lab.launching import bare_runtime
+    from benchmarks import bare_runtime
     from xfuser_cocodiff.xdit.session.session import active
 
     session = active()

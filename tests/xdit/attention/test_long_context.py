@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import bare_runtime
 from benchmarks import transformer as model
 from tests import ranks
 from tests.quick import slow
@@ -23,7 +24,6 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session

@@ -122,8 +122,8 @@ def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     use_xfuser(folder)
     from xfuser.model_executor.layers import usp
 
+    from benchmarks import bare_runtime
     from tests.xdit.attention import test_all_to_all
-    from xfuser_cocodiff.lab.launching import bare_runtime
     from xfuser_cocodiff.xdit.session.session import Session, active
 
     messages: list[str] = []

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 

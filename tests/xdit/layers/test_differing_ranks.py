@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import depend_on_heads, start
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import Overlap
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import start
 from xfuser_cocodiff.engine.comm.plan_check import PlanCheckError
@@ -11,7 +12,6 @@ from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheckErr
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig, Overlap

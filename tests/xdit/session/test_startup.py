@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS, SIZE, Run
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig

@@ -4,11 +4,11 @@ import importlib.util
 from pathlib import Path
 
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
-from xfuser_cocodiff.xdit.settings.variables import OTHER_VARIABLES, TRACE_VARIABLE
+from xfuser_cocodiff.xdit.settings.variables import OTHER_VARIABLES
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "flags.md").read_text()
-INTERNAL = {TRACE_VARIABLE, CLUSTER_VARIABLE}
+INTERNAL = {CLUSTER_VARIABLE}
 """Variables that only the plugin's own commands set."""
 
 

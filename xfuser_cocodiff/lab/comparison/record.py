@@ -18,41 +18,50 @@ class RecordError(RuntimeError):
     """Error: the records of a launch are missing or incomplete."""
 
 
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of all ranks of a launch, by rank.
+def read_launches(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the records of all ranks of each launch, by rank, with the `folder` of each.
+
+    Files of ranks lie anywhere below the folder, so that the folders of nodes can be copied into it or merged. Those of
+    one rank, sorted by their paths, are its launches.
 
     Raises:
-        RecordError: there are no records, or ranks have different numbers of runs.
+        RecordError: there are no records, some are missing, or ranks have different numbers of runs.
     """
+    by_rank: dict[int, list[dict[str, Any]]] = {}
     try:
-        read = [record_file.read(file) for file in folder.glob("rank*.json")]
-        ranks = sorted(read, key=lambda one: int(one["rank"]))
+        for file in sorted(folder.rglob("rank*.json")):
+            one = record_file.read(file)
+            by_rank.setdefault(int(one["rank"]), []).append({**one, "folder": file.parent})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{folder}: a rank's record is not valid: {error}") from None
-    if not ranks:
+    if not by_rank:
         raise RecordError(
             f"{folder}: no rank recorded a denoising step. Is xfuser-cocodiff installed where the command runs, "
             "and does it call a diffusers pipeline?"
         )
-    counts = {len(one["runs"]) for one in ranks}
-    if len(counts) != 1 or [one["rank"] for one in ranks] != list(range(len(ranks))):
+    size = by_rank[min(by_rank)][-1].get("ranks", len(by_rank))
+    if missing := sorted({*range(size)} - {*by_rank}):
         raise RecordError(
-            f"{folder}: the records of {len(ranks)} ranks are incomplete; numbers of runs per rank: "
-            f"{', '.join(map(str, sorted(counts)))}"
+            f"{folder}: the records of ranks {', '.join(map(str, missing))} of {size} are missing; copy those of all "
+            "nodes into the folder"
         )
-    return ranks
+    launches = [len(by_rank[rank]) for rank in range(size)]
+    runs = [[len(one["runs"]) for one in by_rank[rank]] for rank in range(size)]
+    if len({*launches}) > 1 or any(each != runs[0] for each in runs):
+        raise RecordError(f"{folder}: the records are incomplete; runs by rank and launch: {runs}")
+    return [list(launch) for launch in zip(*(by_rank[rank] for rank in range(size)), strict=True)]
 
 
-def last_repeats(ranks: Sequence[dict[str, Any]], count: int) -> list[Repeat]:
-    """Return the last `count` runs of a launch; earlier runs are warm-up.
+def repeats_of(ranks: Sequence[dict[str, Any]]) -> list[Repeat]:
+    """Return the runs of a launch that have as many steps as its last one; others only warm up.
 
     Raises:
-        RecordError: the launch has fewer runs.
+        RecordError: the launch has no run.
     """
-    recorded = len(ranks[0]["runs"])
-    if recorded < count:
-        raise RecordError(f"expected {count} runs of the pipeline, recorded {recorded}")
-    return [[one["runs"][index] for one in ranks] for index in range(recorded - count, recorded)]
+    runs = [list(of_ranks) for of_ranks in zip(*(one["runs"] for one in ranks), strict=True)]
+    if not runs:
+        raise RecordError(f"{ranks[0]['folder']}: no run of the pipeline was completed")
+    return [run for run in runs if len(run[0]["steps"]) == len(runs[-1][0]["steps"])]
 
 
 def step_seconds(repeat: Repeat) -> float:

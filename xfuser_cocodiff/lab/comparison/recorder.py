@@ -2,10 +2,11 @@
 
 Each rank writes rank{r}.json after every run:
 
-    {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
+    {"rank", "ranks": their number, "arguments": the command line, "host", "mode" (null in stock), "degree",
+     "ring_degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
      "slow_axes": [axis, ...], "exchange": {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
      "layers": {class of attention modules: [whether its V can be sent first, or why not]},
-     "decisions": all that another run of the same command could decide otherwise, see `lab/launching/decisions.py`}
+     "cluster": the emulated cluster that the rank runs on, or null}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
            "coded_reason": why it is 0 or null, else null,
@@ -18,9 +19,8 @@ Each rank writes rank{r}.json after every run:
 
 Timed communication takes events that users' runs do without, so it is timed in one of four steps.
 
-Rank 0 also writes progress.json and the final latents of the last run. Every rank that decodes writes the first picture
-of the last run; in some of xDiT's pipelines only the last rank decodes. With tracing, every rank writes
-trace{r}.json.gz with the last steps of its last run. A process without a pipeline, such as the launcher of the ranks,
+Rank 0 also writes the final latents of the last run. Every rank that decodes writes the first picture of the last run;
+in some of xDiT's pipelines only the last rank decodes. A process without a pipeline, such as the launcher of the ranks,
 writes nothing.
 """
 
@@ -30,6 +30,7 @@ import functools
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,14 @@ from xfuser_cocodiff.lab.comparison import exchanges
 from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.instant import Instant, now, seconds_between
 from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
-from xfuser_cocodiff.lab.comparison.tracer import Tracer
-from xfuser_cocodiff.lab.launching import decisions, stock_traffic
+from xfuser_cocodiff.lab.emulation import links
+from xfuser_cocodiff.lab.launching import stock_traffic
+from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
-from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE, TRACE_VARIABLE
+from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
 TIMED_PERIOD = 4
 """One of so many steps has timed communication, and the others measure step time."""
@@ -74,10 +76,6 @@ class Recorder:
     def rank(self) -> int:
         """Rank of this process; known when a run begins."""
         return log.rank()
-
-    @functools.cached_property
-    def _tracer(self) -> Tracer | None:
-        return Tracer(self.folder / f"trace{self.rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
 
     def patches(self) -> list[Patch]:
         """Return the patches that it needs in addition to those of the run tracker."""
@@ -122,13 +120,9 @@ class Recorder:
             "a2a_seconds": self._timer.seconds() if self._timer else {},
             "sent_bytes": dict(active().traffic.sent_bytes),
         }
-        run = self.runs[-1]
-        run["steps"].append(step)
+        self.runs[-1]["steps"].append(step)
         self._unresolved.append((step, self._step_began, ended))
         self.latents = latents
-        if self.rank == 0:
-            progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}
-            self._write("progress.json", progress)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -136,14 +130,10 @@ class Recorder:
         self._timer = StageTimer() if is_timed(number, total) else None
         active().traffic.reset()
         active().traffic.timer = self._timer
-        if self._tracer:
-            self._tracer.update(number, total)
         self._step_began = now(_device())
 
     def end_run(self) -> None:
         """Complete the current run, if there is one, and write the record."""
-        if self._tracer:
-            self._tracer.stop()
         if self.latents is None:
             if self.runs and self.runs[-1]["steps"] and "latents_sha256" not in self.runs[-1]:
                 warn_once(
@@ -162,17 +152,15 @@ class Recorder:
         if self.rank == 0:
             save_file({"latents": latents}, self.folder / "latents.safetensors")
         self.latents = None
-        self._write(f"rank{self.rank}.json", {"rank": self.rank, **_session_settings(), "runs": self._complete()})
+        record = {"rank": self.rank, **_process(), **_session_settings(), "runs": self._complete()}
+        file = self.folder / f"rank{self.rank}.json"
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=2))
+        partial.replace(file)
 
     def _complete(self) -> list[dict[str, Any]]:
         """Return the runs with denoising steps; some pipelines have progress bars for other work too."""
         return [run for run in self.runs if "latents_sha256" in run]
-
-    def _write(self, name: str, value: dict[str, Any]) -> None:
-        """Write a JSON file atomically."""
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(json.dumps(value, indent=2))
-        partial.replace(self.folder / name)
 
     def save_picture(self, output: Any) -> None:
         """Save the images that a pipeline returns, or frames of its first video."""
@@ -226,17 +214,28 @@ def _memory() -> Any:
     return torch.cuda if device == CPU else torch.get_device_module(device)
 
 
+def _process() -> dict[str, Any]:
+    """Return what this process is, for records that are compared elsewhere."""
+    cluster = links.from_environment()
+    return {
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "arguments": sys.argv,
+        "host": host.header()["host"],
+        "cluster": cluster and cluster.describe(),
+    }
+
+
 def _session_settings() -> dict[str, Any]:
     """Return the settings of xDiT and the plugin that this rank runs with."""
-    mesh = active().mesh
+    session = active()
     return {
-        "degree": stock_traffic.ulysses_degree(),
-        "topology": str(mesh.topology) if mesh else None,
+        "mode": session.config and session.config.mode,
+        **stock_traffic.degrees(),
+        "topology": str(session.mesh.topology) if session.mesh else None,
         "device": _device_name(),
-        "slow_axes": exchanges.slow_axes_of_run(active()),
-        "exchange": exchanges.of_run(active()),
-        "layers": active().layers.signatures.report(),
-        "decisions": decisions.of_run(active()),
+        "slow_axes": exchanges.slow_axes_of_run(session),
+        "exchange": exchanges.of_run(session),
+        "layers": session.layers.signatures.report(),
     }
 
 

@@ -1,201 +1,178 @@
-"""`scripts/emulated_cluster.sh`: runs a command once per rank of an emulated cluster.
+"""`python -m xfuser_cocodiff.lab.emulation.cluster`: runs a command once per rank of an emulated cluster.
 
 Every rank has its own network namespace and the environment that torchrun would set. Its links are shaped to the
 scaled-down rates of a machine; :mod:`links` defines which ranks share a link.
 """
 
 import argparse
-import math
 import os
-import re
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
-from xfuser_cocodiff.lab.emulation import links, namespaces, ranks, user_namespace
+from xfuser_cocodiff.lab.emulation import links, namespaces
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
 
 PROGRAM = "emulated_cluster"
-USAGE_STATUS = 2
 MASTER_PORT = 29500
+NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
+"""Environment in which ranks run on the CPU: devices would bypass the emulated links."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ISOLATED = "--isolated"
+"""First argument of the process that runs in the cluster's own namespaces."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit status of the first rank that failed, or 2 if nothing could be started."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-
-    def start() -> int:
-        options = _options(argv)
-        cluster = _cluster(options)
-        _check_tools()
-        return user_namespace.isolated(lambda: _with_errors_printed(lambda: _run(cluster, options.command)))
-
-    return _with_errors_printed(start)
-
-
-def _with_errors_printed(work: Callable[[], int]) -> int:
-    """Call `work` and return its status; print errors in one line."""
+    """Run the command line. Return the exit status of the first rank that failed; 2 if nothing could be started."""
+    arguments = [*(sys.argv[1:] if argv is None else argv)]
+    is_isolated = arguments[:1] == [_ISOLATED]
+    arguments = arguments[is_isolated:]
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    command, parser = arguments[separator + 1 :], _parser()
+    options = parser.parse_args(arguments[:separator])
     try:
-        return work()
-    except (ValueError, RuntimeError) as error:
-        _print_error(str(error))
-        return USAGE_STATUS
-    except user_namespace.StoppedError as error:
-        _print_error(str(error))
-        return error.status
+        cluster = _cluster(options)
+        if not command or shutil.which(command[0]) is None:
+            raise ValueError(f"the command after -- is not valid: {command[:1]} not found")
+        return _run_ranks(cluster, command) if is_isolated else _isolate(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    except RuntimeError as error:
+        _print(str(error))
+        return 2
 
 
-def _print_error(message: str) -> None:
+def _print(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _options(argv: list[str]) -> argparse.Namespace:
-    separator = argv.index("--") if "--" in argv else len(argv)
-    parser = _Parser(
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Run a command once per rank of a cluster emulated on this machine.",
         usage="%(prog)s [--topology T] (--rates R | --preset P) [--scale S] -- COMMAND...",
         epilog="Exit status: that of the first rank that failed, or 2 if nothing was started.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--topology", help="for example node=2,gpu=2,tile=2 or flat=8 (default: eight ranks of the preset)"
-    )
-    parser.add_argument("--rates", help="Mbit/s of each axis, for example tile=148,gpu=12,node=13.3 or flat=100")
-    parser.add_argument("--preset", help=f"rates of a machine, divided by 10000: {', '.join(PRESETS)}")
-    parser.add_argument("--scale", default="1", help="multiplies all rates (%(default)s)")
-    options = parser.parse_args(argv[:separator])
-    options.command = argv[separator + 1 :]
-    if not options.command:
-        raise ValueError("no command given; it follows after --")
-    if shutil.which(options.command[0]) is None:
-        raise ValueError(f"command {options.command[0]!r} not found")
-    return options
+    parser.add_argument("--topology", help="such as node=2,gpu=2,tile=2 or flat=8 (default: eight ranks of the preset)")
+    rates = parser.add_mutually_exclusive_group(required=True)
+    rates.add_argument("--rates", help="Mbit/s of each axis, such as tile=148,gpu=12,node=13.3, or one port: flat=100")
+    rates.add_argument("--preset", choices=PRESETS, help="rates of a machine, divided by 10000")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all rates (%(default)s)")
+    return parser
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
-    if (options.rates is None) == (options.preset is None):
-        raise ValueError("give either --rates or --preset")
-    if options.preset is not None:
-        return of_preset("--preset", options.preset, options.topology, options.scale)
-    if options.topology is None:
-        raise ValueError("--rates needs --topology, such as --topology node=2,gpu=2,tile=2")
-    topology = _topology(options.topology)
-    return _with_addresses(topology, _rates(options.rates, topology), None, options.scale)
-
-
-def of_preset(option: str, name: str, topology: str | None, scale: str) -> Cluster:
-    """Return a cluster with the rates of a machine.
-
-    Args:
-        option: name of the option, for errors.
-        name: name of the preset.
-        topology: topology of all ranks; the preset's own if None.
-        scale: factor on all rates.
+    """Return the cluster of a command line.
 
     Raises:
-        ValueError: an argument is not valid; names it and the valid values.
+        ValueError: the options are not valid.
     """
-    if name not in PRESETS:
-        raise ValueError(f"{option} {name!r} is not known; valid are {', '.join(PRESETS)}")
-    whole = _topology(topology or PRESETS[name].topology)
-    axes = [FLAT] if name == FLAT else _axes(whole)
-    if missing := set(axes) - set(PRESETS[name].gigabytes):
-        raise ValueError(f"{option} {name} has no links {', '.join(missing)}; a flat topology goes with {option} flat")
-    return _with_addresses(whole, PRESETS[name].rates(axes), name, scale)
-
-
-def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str | None, scale: str) -> Cluster:
+    text = options.topology or (PRESETS[options.preset].topology if options.preset else "")
+    try:
+        topology = Topology.flat(int(text[5:])) if text.startswith(f"{FLAT}=") else Topology.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--topology: {error}") from None
+    if not 2 <= topology.size <= namespaces.MAX_RANKS:
+        raise ValueError(f"--topology {text!r} has {topology.size} ranks; a cluster has 2 to {namespaces.MAX_RANKS}")
+    axes = [axis.name for axis in topology.axes if axis.size > 1]
+    rates = PRESETS[options.preset].rates(axes) if options.preset else _rates(options.rates, axes)
     addresses = tuple(map(namespaces.address, range(topology.size)))
     packet_seconds = links.packet_seconds(topology.size)
-    cluster = Cluster(topology, rates, addresses, preset, _number("--scale", scale), packet_seconds=packet_seconds)
+    cluster = Cluster(topology, rates, addresses, options.preset, options.scale, packet_seconds=packet_seconds)
     links.check_rates(cluster)
     return cluster
 
 
-def _topology(text: str) -> Topology:
-    """Parse `--topology`: the plugin's notation, or ``flat=N`` for a flat topology of N ranks."""
-    size = math.prod(int(number) for number in re.findall(r"\d+", text))
-    try:
-        if re.fullmatch(r"\s*flat\s*(=\s*\d+\s*)?", text):
-            if "=" not in text:
-                raise ValueError("'flat' lacks the number of ranks; valid is for example flat=8")
-            topology = Topology.flat(size)
-        else:
-            topology = Topology.parse(text, size)
-    except ValueError as error:
-        raise ValueError(f"--topology: {error}") from None
-    if not 2 <= topology.size <= namespaces.MAX_RANKS:
-        raise ValueError(f"--topology {text!r} has {size} ranks; a cluster has 2 to {namespaces.MAX_RANKS}")
-    return topology
-
-
-def _axes(topology: Topology) -> list[str]:
-    """Return the names of the axes of more than one rank."""
-    return [axis.name for axis in topology.axes if axis.size > 1]
-
-
-def _rates(text: str, topology: Topology) -> dict[str, float]:
+def _rates(text: str, axes: Sequence[str]) -> dict[str, float]:
     """Parse `--rates`: one rate for each axis of more than one rank, or ``flat`` alone."""
-    pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(\S+)\s*", part) for part in text.split(",")]
-    axes = _axes(topology)
-    valid = f"Mbit/s of {', '.join(axes)}, each once, or of flat alone, such as {','.join(f'{a}=10' for a in axes)}"
-    rates = [(pair[1], pair[2]) for pair in pairs if pair]
-    names = [name for name, _ in rates]
-    if len(rates) < len(pairs) or sorted(names) not in (sorted(axes), [FLAT]):
-        raise ValueError(f"--rates {text!r} does not fit the topology {topology}; valid are {valid}")
-    return {name: _number(f"--rates {name}", rate) for name, rate in rates}
-
-
-def _number(option: str, text: str) -> float:
+    pairs = [part.partition("=") for part in text.split(",")]
     try:
-        number = float(text)
+        rates = {name.strip(): float(rate) for name, _, rate in pairs}
     except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{option} {text!r} is not valid; valid are numbers above 0")
-    return number
+        rates = {}
+    if len(rates) < len(pairs) or {*rates} not in ({*axes}, {FLAT}):
+        raise ValueError(f"--rates {text!r} is not valid; valid are Mbit/s of {', '.join(axes)}, or of {FLAT} alone")
+    return rates
 
 
-def _check_tools() -> None:
-    """Raise RuntimeError if `ip` or `tc` is missing."""
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise RuntimeError(f"an emulated cluster needs {' and '.join(missing)} of the package iproute2")
+def isolation() -> list[str]:
+    """Return the prefix that runs a command in namespaces of its own, as root in them.
+
+    Raises:
+        RuntimeError: this machine lacks programs or permissions for it.
+    """
+    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
+        raise RuntimeError(f"an emulated cluster needs {', '.join(missing)} of the packages iproute2 and util-linux")
+    for user in ([], ["--map-root-user"]):
+        prefix = ["unshare", *user, "--net", "--mount", "--pid", "--fork", "--mount-proc"]
+        tried = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+        if tried.returncode == 0:
+            return prefix
+    reason = tried.stderr.strip()
+    raise RuntimeError(f"an emulated cluster needs root or user namespaces, and neither is permitted here: {reason}")
 
 
-def _run(cluster: Cluster, command: Sequence[str]) -> int:
+def _isolate(arguments: Sequence[str]) -> int:
+    """Run this program in namespaces of its own, which end with it, and it with this process."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        _print(f"stopped by {signal.Signals(number).name}")
+        sys.exit(128 + number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+    line = [*isolation(), sys.executable, "-m", __spec__.name if __spec__ else __name__, _ISOLATED, *arguments]
+    # Its input ends when this process does, however it does. A new session: Ctrl-C reaches this process alone.
+    with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as process:
+        return process.wait()
+
+
+def _run_ranks(cluster: Cluster, command: Sequence[str]) -> int:
+    """Run the ranks as the first process of a PID namespace: when it ends, the kernel kills all others."""
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)  # for the names of `ip netns`
     namespaces.make(cluster)
-    inside = [["ip", "netns", "exec", namespaces.name(rank), *command] for rank in range(cluster.size)]
-    failure = ranks.run(
-        [(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], ranks.print_line
-    )
-    if failure is None:
-        return 0
-    _print_error(f"{failure}; the other ranks were stopped")
-    return failure.status
+    running = {}
+    for rank in range(cluster.size):
+        line = ["ip", "netns", "exec", namespaces.name(rank), *command]
+        process = subprocess.Popen(line, env=environment(cluster, rank, os.environ), stdin=subprocess.DEVNULL)
+        running[process.pid] = rank
+    while running:
+        ended, status = os.wait()  # reaps orphans too, as a first process must
+        code = os.waitstatus_to_exitcode(status)
+        failed = running.pop(ended, None)
+        if failed is not None and code:
+            how = f"failed with exit status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            _print(f"rank {failed} {how}; the other ranks were stopped")
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(1)
 
 
 def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a rank: the variables that torchrun sets, and the cluster."""
-    nodes = next((axis.size for axis in cluster.topology.axes if axis.name == "node"), 1)
-    node, local_rank = divmod(rank, cluster.size // nodes)
+    node, local_rank = divmod(rank, cluster.size // cluster.num_nodes)
     return {
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # every connection would warn that its address has no host name
         **outside,
+        **NO_DEVICES,
         "RANK": str(rank),
         "WORLD_SIZE": str(cluster.size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(cluster.size // nodes),
+        "LOCAL_WORLD_SIZE": str(cluster.size // cluster.num_nodes),
         "GROUP_RANK": str(node),
         "MASTER_ADDR": cluster.addresses[0],
         "MASTER_PORT": str(MASTER_PORT),

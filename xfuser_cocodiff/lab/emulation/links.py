@@ -20,6 +20,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
@@ -82,6 +83,11 @@ class Cluster:
         """Number of ranks."""
         return len(self.addresses)
 
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return next((axis.size for axis in self.topology.axes if axis.name == "node"), 1)
+
     def rate(self, axis: str) -> float:
         """Return the rate of a link along an axis, Mbit/s."""
         return self.rates[axis] * self.scale
@@ -105,6 +111,13 @@ class Cluster:
             return (FLAT,)
         axis, place = next((a.name, p) for a, o, p in zip(self.topology.axes, own, peer, strict=True) if o != p)
         return (axis,) if axis == "node" else (axis, place)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the cluster for a record."""
+        return {
+            **{"preset": self.preset, "scale": self.scale, "topology": str(self.topology), "nodes": self.num_nodes},
+            "rates": {axis: self.rate(axis) for axis in self.rates},
+        }
 
     def to_json(self) -> str:
         """Return the value of the environment variable that describes the cluster to its ranks."""
@@ -204,22 +217,7 @@ def run_batch(tool: str, lines: Sequence[str], namespace: str | None = None) -> 
         RuntimeError: a command failed; contains the tool's message.
     """
     inside = ["-netns", namespace] if namespace else []
-    run_tool(tool, *inside, "-batch", "-", text="".join(f"{line}\n" for line in lines))
-
-
-def run_tool(tool: str, *arguments: str, text: str = "") -> str:
-    """Run `ip` or `tc` and return its output.
-
-    Args:
-        tool: the program.
-        arguments: its arguments.
-        text: its input.
-
-    Raises:
-        RuntimeError: it failed; contains its message.
-    """
-    # A new session: Ctrl-C must reach the launcher alone, which cleans up.
-    done = subprocess.run([tool, *arguments], input=text, capture_output=True, text=True, start_new_session=True)
+    text = "".join(f"{line}\n" for line in lines)
+    done = subprocess.run([tool, *inside, "-batch", "-"], input=text, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip() or f'exit status {done.returncode}'}")
-    return done.stdout

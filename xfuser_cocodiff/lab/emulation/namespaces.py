@@ -1,20 +1,17 @@
 """Network namespaces of an emulated cluster: one per rank, and one for the bridge that joins them.
 
-They are created inside the private namespaces of the cluster (:mod:`user_namespace`): the host's network stays
+They are created inside the private namespaces of the cluster (:mod:`cluster`): the host's network stays
 untouched, clusters can run side by side, and everything ends with the cluster's first process.
 """
 
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
 from xfuser_cocodiff.lab.emulation.links import MAX_PACKET, Cluster, build_commands, route_commands, run_batch
 
 MAX_RANKS = 254
 """Addresses in the subnet of a cluster."""
 
-FOLDER = Path("/run/netns")
-"""Where `ip netns` keeps namespaces by name."""
 SETTINGS = {
     # No packet is ever lost here, so Reno just fills the link. Other algorithms probe, pace and back off, which would
     # be measured along with the link.
@@ -77,6 +74,6 @@ def _set(settings: Mapping[str, str], namespace: str) -> None:
     """Apply kernel settings in a namespace; skip those that this kernel lacks."""
     lines = [f"[ ! -e /proc/sys/{key} ] || echo {value} > /proc/sys/{key}" for key, value in settings.items()]
     command = ["ip", "netns", "exec", namespace, "sh", "-ec", "\n".join(lines)]
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"kernel settings of a namespace could not be applied: {done.stderr.strip()}")

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.topology.topology import FLAT
-
 SLOWDOWN = 1e-4
 """Rate of an emulated link divided by the real rate, at scale 1."""
 MEGABITS = 8000
@@ -39,6 +37,4 @@ PRESETS = {
     # four), and one 100 Gbit/s Ethernet card, 12.5 GB/s, for the four. `tile` are the two dies of an MI250X, on four
     # links of 50 GB/s (AMD, "CDNA 2 Architecture").
     "ethernet": Preset("node=2,gpu=4", {"tile": 4 * 50, "gpu": 4 * 25, "node": 12.5 / 4}),
-    # Every GPU on a port of its own into one non-blocking fabric: 400 Gbit/s InfiniBand, as of DGX H100.
-    "flat": Preset("flat=8", {FLAT: 50}),
 }

@@ -9,9 +9,6 @@ from pathlib import Path
 
 from xfuser_cocodiff.xdit.settings.options import OPTIONS, SHARE_FIELD
 
-_LAUNCH_OPTIONS = ("master_port", "output_directory")
-"""Options that differ between launches of the same run."""
-
 
 def is_script(arguments: Sequence[str]) -> bool:
     """Return whether arguments are those of an example script, rather than of the xdit command."""
@@ -48,11 +45,6 @@ def stock_arguments(arguments: Sequence[str]) -> list[str]:
     return _drop_options(arguments, ours)
 
 
-def arguments_for_stock(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without the options that do not affect stock xDiT's results."""
-    return _drop_options(stock_arguments(arguments), dict.fromkeys(_LAUNCH_OPTIONS, True))
-
-
 def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
     """Return the arguments without some options, given by name and whether they have a value."""
     remaining: list[str] = []
@@ -76,16 +68,15 @@ def launch_command(arguments: Sequence[str], launcher: str | None = None) -> lis
         arguments: an example script and its arguments, or those of the xdit command.
         launcher: command that starts the ranks instead of torchrun, such as "mpiexec -n {ranks} rank.sh"; {ranks} is
             replaced by their number. It sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on each rank.
-
-    Raises:
-        ValueError: the launcher is not a command line.
     """
     if launcher is not None:
         program = [] if is_script(arguments) else ["-m", "xfuser.runner"]
-        start = shlex.split(launcher.replace("{ranks}", str(num_ranks(arguments))))
-        if not start:
-            raise ValueError("it is empty")
-        return [*start, sys.executable, *program, *arguments]
+        return [
+            *shlex.split(launcher.replace("{ranks}", str(num_ranks(arguments)))),
+            sys.executable,
+            *program,
+            *arguments,
+        ]
     if is_script(arguments):
         ranks = f"--nproc_per_node={num_ranks(arguments)}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]

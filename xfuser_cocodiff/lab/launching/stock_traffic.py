@@ -55,9 +55,12 @@ def watch_ring(original: Callable) -> Callable:
     return ring_attn
 
 
-def ulysses_degree() -> int | None:
-    """Return the Ulysses degree of the current engine; None where xDiT has no runtime state yet."""
+def degrees() -> dict[str, int | None]:
+    """Return the Ulysses and the ring degree of the current engine; None where xDiT has no runtime state yet."""
     from xfuser.core.distributed import runtime_state
 
     parallel = getattr(runtime_state._RUNTIME, "parallel_config", None)
-    return parallel.ulysses_degree if parallel else None
+    return {
+        "degree": parallel.ulysses_degree if parallel else None,
+        "ring_degree": parallel.ring_degree if parallel else None,
+    }

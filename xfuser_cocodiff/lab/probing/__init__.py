@@ -2,5 +2,5 @@
 Input: a process group.
 Output: a record with a link profile that `--cocodiff_profile` reads.
 Public: `link_survey.measure`, `machine_profile.measure`, `pairwise_links.measure_pairs`,
-`topology_inference.infer_topology`, `interleaved_timing.time_interleaved`.
+`topology_inference.infer_topology`.
 """

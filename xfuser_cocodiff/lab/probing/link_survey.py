@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff.engine.autotune.timing import gather
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import machine_profile, pairwise_links
-from xfuser_cocodiff.lab.probing.interleaved_timing import max_over_ranks
 from xfuser_cocodiff.lab.probing.topology_inference import infer_topology
 from xfuser_cocodiff.lab.reporting import host
 
@@ -75,6 +75,11 @@ def show(record: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"inferred topology: {record['topology_inferred']}", table)
     console.print(f"{record['seconds']:.1f} s, of which the link profile took {record['profile_seconds']:.1f} s")
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Return the maximum of a value over all ranks."""
+    return gather(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).max().item()
 
 
 def _ranks_per_node(size: int, device: torch.device) -> int | None:

@@ -9,13 +9,11 @@ from xfuser_cocodiff.engine.topology import launcher
 
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Folder in which every rank writes a record of its runs, for `cocodiff compare`."""
-TRACE_VARIABLE = "COCODIFF_TRACE"
-"""If set, records have a trace of the last steps."""
 LOG_LEVEL_VARIABLE = "COCODIFF_LOG_LEVEL"
 """Least severe level of the messages that are logged, one of LOG_LEVELS."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = (
-    *(RECORD_VARIABLE, TRACE_VARIABLE, LOG_LEVEL_VARIABLE),
+    *(RECORD_VARIABLE, LOG_LEVEL_VARIABLE),
     *(launcher.CLUSTER_VARIABLE, "COCODIFF_DISABLE"),
     *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX"),
 )

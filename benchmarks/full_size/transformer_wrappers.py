@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.lab.launching import bare_runtime
+from benchmarks import bare_runtime
 
 _TRANSFORMERS = "xfuser.model_executor.models.transformers"
 _CLASSES = {

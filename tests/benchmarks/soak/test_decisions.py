@@ -2,11 +2,11 @@
 
 import json
 
+from benchmarks.soak import decisions
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
-from xfuser_cocodiff.lab.launching import decisions
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import Overlap
 

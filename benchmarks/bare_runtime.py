@@ -1,61 +1,23 @@
 """Process groups and runtime state of xDiT without a pipeline, for benchmarks of single functions and transformers."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from xfuser_cocodiff.lab.launching import stock_traffic
+from xfuser_cocodiff.lab.launching.rank_group import process_groups, start
 from xfuser_cocodiff.xdit.integration import activation
-from xfuser_cocodiff.xdit.platforms import local_device
 from xfuser_cocodiff.xdit.session.session import Session
+
+__all__ = ["process_groups", "start"]
 
 PIXELS_PER_LATENT = 8
 """Pixels per side of a latent: the factor of the VAE, the same in all models of the benchmarks."""
-
-
-def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
-    """Initialize xDiT with all ranks that a launcher started sharing a sequence, and return their group.
-
-    Args:
-        timeout: longest time of a collective in seconds; PyTorch's default when not given.
-        ring: ring degree; Ulysses groups join neighboring ranks.
-
-    Raises:
-        ValueError: no launcher started this process, or the ring degree does not divide the number of ranks.
-    """
-    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise ValueError(
-            f"{', '.join(missing)} not set: this command runs on every rank, under torchrun or "
-            "scripts/emulated_cluster.sh"
-        )
-    from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if ring < 1 or world % ring:
-        raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
-    activation.activate()  # failure detection also while stock runs
-    init_distributed_environment(rank=rank, world_size=world, local_rank=local_device.local_rank(os.environ))
-    initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
-    group, *subgroups = [dist.group.WORLD, *process_groups()]
-    if timeout:
-        for each in (group, *subgroups):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), each)
-    return group
-
-
-def process_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the Ulysses group and the ring of this rank."""
-    from yunchang.globals import PROCESS_GROUP
-
-    return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
 
 
 def init_runtime_state(heads: int, text_tokens: int) -> None:

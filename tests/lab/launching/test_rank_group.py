@@ -1,17 +1,17 @@
-"""xDiT's process groups for benchmarks."""
+"""xDiT's process groups without a pipeline."""
 
 import os
 
 from tests import ranks
 from xfuser_cocodiff.engine.comm.groups import timeout_of
 from xfuser_cocodiff.engine.topology.devices import CPU
-from xfuser_cocodiff.lab.launching import bare_runtime
+from xfuser_cocodiff.lab.launching import rank_group
 
 
 def timeouts(rank: int) -> list[float]:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # not used: the ranks have a store already
-    world = bare_runtime.start(timeout=77, ring=2)
-    return [timeout_of(group, CPU).total_seconds() for group in (world, *bare_runtime.process_groups())]
+    world = rank_group.start(timeout=77, ring=2)
+    return [timeout_of(group, CPU).total_seconds() for group in (world, *rank_group.process_groups())]
 
 
 def test_timeout_is_that_of_all_groups() -> None:

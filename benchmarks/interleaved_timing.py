@@ -43,8 +43,3 @@ def time_interleaved(
     slowest_call = run_rounds(_WARMUP_ROUNDS, 1).amin(1).max().item()
     calls = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_PER_RANK * dist.get_world_size() / slowest_call)))
     return dict(zip(names, run_rounds(repeats, calls).tolist(), strict=True))
-
-
-def max_over_ranks(value: float, device: torch.device) -> float:
-    """Return the maximum of a value over all ranks."""
-    return gather(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).max().item()

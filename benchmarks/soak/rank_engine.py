@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from xfuser_cocodiff.lab.launching import decisions
+from benchmarks.soak import decisions
 from xfuser_cocodiff.xdit.session.session import active
 
 StepCallback = Callable[[int, torch.Tensor], torch.Tensor]
