@@ -1,23 +1,27 @@
 """`cocodiff env`: shows what this machine has, and what is missing, for the plugin."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.output import fail, write_json
+from xfuser_cocodiff.cli.output import positive, write_json
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "env",
-        help="show versions, detected topology, device, kernels, collectives and links",
-        description="Shows versions, detected topology, tuning cache, device, kernels, collectives and links, and what "
-        "of them is missing. It launches kernels on the first device. The record also has the state of all patches.",
+        help="show versions, detected topology, device, kernels and collectives",
+        description="Shows versions, detected topology, tuning cache, device, kernels and collectives, and what is "
+        "missing. It launches kernels on the first device. The record also has the state of all patches.",
     )
     parser.add_argument(
-        "--degree", type=int, help="Ulysses degree to detect the topology for (default: the launcher's)"
+        "--ranks",
+        "--degree",
+        dest="degree",
+        type=positive,
+        metavar="RANKS",
+        help="Ulysses degree to detect the topology for (default: the launcher's)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)
@@ -27,12 +31,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from xfuser_cocodiff.lab.reporting import environment, host
 
-    if options.degree is not None and options.degree < 1:
-        return fail(f"--degree {options.degree} is not valid; valid are numbers from 1")
     description = environment.describe(options.degree)
     facts = environment.facts(description)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:{width}}", value, sep="\n" if "\n" in value else "  ")
-    write_json(options, {**host.header(), **dataclasses.asdict(description)})
-    return 0 if description.plugin == "installed" else 1
+    write_json(options, {**host.header(), **description})
+    return 0 if description["plugin"] == "installed" else 1

@@ -1,25 +1,26 @@
-"""Versions, device, topology and patches on this machine, for `cocodiff env`."""
+"""Versions, device, kernels, topology and patches on this machine, for `cocodiff env`."""
 
 import os
-import platform as machine
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from xfuser_cocodiff import install
-from xfuser_cocodiff.engine.autotune import tuning_cache
+from xfuser_cocodiff.engine.codec import kernels
+from xfuser_cocodiff.engine.compression import codec_check
+from xfuser_cocodiff.engine.compression.mode_names import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import launcher
-from xfuser_cocodiff.lab.reporting.device_facts import device_facts, package_version
+from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 from xfuser_cocodiff.xdit.settings.parsers import OFF
 from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
-_REQUIRED = ("xfuser-cocodiff", "xfuser", "torch", "diffusers", "transformers")
-_OPTIONAL = ("flash-attn", "intel-extension-for-pytorch", "oneccl-bindings-for-pytorch")
+_REQUIRED = ("xfuser", "torch", "diffusers", "transformers")
+_OPTIONAL = ("triton", "flash-attn", "intel-extension-for-pytorch", "oneccl", "oneccl-bindings-for-pytorch")
 
 
 @dataclass(frozen=True)
@@ -35,53 +36,44 @@ class PatchState:
     and not replaced), or why it does not fit."""
 
 
-@dataclass(frozen=True)
-class Environment:
-    """Versions, device, topology, patches and tuning cache of a machine."""
-
-    versions: Mapping[str, str | None]
-    """Installed version of each relevant package; None if it is absent."""
-    device: dict[str, str]
-    """Device, driver, kernels, collectives and links, or what of them is missing."""
-    ranks_per_node: int | None
-    """Ranks per node, as the launcher reports them; None without one."""
-    degree: int
-    """Ulysses degree for which the topology is detected."""
-    topology: str
-    """Detected topology of a Ulysses group of `degree` ranks."""
-    plugin: str
-    """'installed', or why the plugin is not installed."""
-    patches: list[PatchState]
-    """State of every patch."""
-    cache: str
-    """Folder of the tuning cache; 'off' if it is disabled."""
-    kept: list[str]
-    """Entries of the tuning cache, one line per machine."""
-
-
-def describe(degree: int | None = None) -> Environment:
-    """Return the environment of this machine.
+def describe(degree: int | None = None) -> dict[str, Any]:
+    """Return the environment of this machine, as in a record.
 
     Args:
         degree: Ulysses degree to detect the topology for. Default: the number of ranks that the launcher started, or 1.
     """
     local, device = launcher.ranks_per_node(os.environ), platform.compute_device()
     degree = degree or int(os.environ.get("WORLD_SIZE", 0)) or local or 1
-    installed, folder = install(), cache_folder(os.environ)
-    return Environment(
-        versions={
-            "python": machine.python_version(),
-            **{name: package_version(name) for name in (*_REQUIRED, *_OPTIONAL)},
+    folder = cache_folder(os.environ)
+    is_installed = install()
+    return {
+        "versions": {name: host.package_version(name) for name in (*_REQUIRED, *_OPTIONAL)},
+        "plugin": "installed" if is_installed else _reason(),
+        "topology": str(detected_topology.detect_topology(degree, os.environ)),
+        "degree": degree,
+        "ranks_per_node": local,
+        "cache": str(folder or OFF),
+        "kept": sorted(file.name for file in folder.glob("*.json")) if folder else [],
+        "device": {
+            "device": _device(device),
+            "kernels": _kernels(device),
+            "collectives": _collectives(device),
         },
-        device=device_facts(device, _backend(device)),
-        ranks_per_node=local,
-        degree=degree,
-        topology=str(detected_topology.detect_topology(degree, os.environ)),
-        plugin="installed" if installed else _reason(),
-        patches=patch_states(),
-        cache=str(folder or OFF),
-        kept=_cache_entries(folder) if folder else [],
-    )
+        "patches": [vars(state) for state in patch_states()],
+    }
+
+
+def facts(environment: dict[str, Any]) -> dict[str, str]:
+    """Return what `cocodiff env` prints, by name."""
+    local, versions = environment["ranks_per_node"], environment["versions"]
+    detected = f"Ulysses degree {environment['degree']}, {'no launcher' if local is None else f'{local} ranks a node'}"
+    return {
+        **{name: version or "missing" for name, version in versions.items() if version or name in _REQUIRED},
+        "plugin": environment["plugin"],
+        "topology": f"{environment['topology']} (for {detected})",
+        "tuning cache": f"{environment['cache']}: {', '.join(environment['kept']) or 'empty'}",
+        **environment["device"],
+    }
 
 
 def patch_states() -> list[PatchState]:
@@ -103,39 +95,26 @@ def _reason() -> str:
     return activation.incompatibility() or "removed because of an error"
 
 
-def _cache_entries(folder: Path) -> list[str]:
-    """Return a line for each machine in the tuning cache."""
-    lines = []
-    for file in sorted(folder.glob("*.json")):
-        if known := tuning_cache.load(file):
-            ranks = known.machine.get("ranks", [])
-            hosts = ", ".join(dict.fromkeys(str(rank.get("host")) for rank in ranks))
-            links = "links, " if known.profile else ""
-            lines.append(
-                f"{file.name}: {len(ranks)} ranks as {known.machine.get('topology')} on {hosts}, torch "
-                f"{known.machine.get('torch')}: {links}schedules of {len(known.schedules)} "
-                "layer signatures"
-            )
-    return lines
+def _device(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"cpu: PyTorch {torch.__version__} finds no GPU"
+    module = torch.get_device_module(device)
+    return f"{device.type}: {module.device_count()} x {module.get_device_name(0)}"
 
 
-def facts(environment: Environment) -> dict[str, str]:
-    """Return what `cocodiff env` prints, by name."""
-    local, cache = environment.ranks_per_node, "; ".join([environment.cache, *environment.kept])
-    detected = f"for Ulysses degree {environment.degree}, {'no launcher' if local is None else f'{local} ranks a node'}"
-    return {
-        **{name: found or "missing" for name, found in environment.versions.items() if found or name in _REQUIRED},
-        "plugin": environment.plugin,
-        "topology": f"{environment.topology} ({detected})",
-        "tuning cache": cache if environment.kept else f"{cache}: empty",
-        **environment.device,
-    }
+def _kernels(device: torch.device) -> str:
+    """Encode and decode values on a device and return with which kernels, and whether that worked."""
+    name, began = kernels.backend_for(device), time.monotonic()
+    if problem := codec_check.failure(name, MULTI_NODE_MODE, None, device):
+        return f"{name}: {problem}; runs use PyTorch's kernels, which are slower"
+    return f"{name}: encode and decode ran within {time.monotonic() - began:.1f} s, compilation included"
 
 
-def _backend(device: torch.device) -> str:
+def _collectives(device: torch.device) -> str:
     """Return the backend of torch.distributed for a device, or why there is none."""
     added = platform.detect()
     try:
-        return added.backend() if added else torch.distributed.get_default_backend_for_device(device)
+        name = added.backend() if added else torch.distributed.get_default_backend_for_device(device)
     except RuntimeError as error:
         return f"none: {error}"
+    return f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name

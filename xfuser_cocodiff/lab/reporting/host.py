@@ -25,13 +25,14 @@ def header() -> dict[str, Any]:
             "platform": platform.platform(),
             "python": platform.python_version(),
             "plugin": __version__,
-            **{name: _version(name) for name in packages},
+            **{name: package_version(name) for name in packages},
         },
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is absent."""
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
