@@ -30,6 +30,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.step_errors import TensorError
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison.segments import segments
+from xfuser_cocodiff.lab.launching import single_rank
 
 _HEAD_DIM, _TOKEN_DIM = 1, 2
 """Dims of heads and tokens in (B, H, N, D)."""
@@ -81,6 +82,10 @@ class VirtualRanks:
         tokens = sum(size for size in segments if self.is_divisible(size)) if is_sharded else 0
         padded_heads = heads + -heads % self.layout.num_fast if gathers_kv else heads
         return Fraction(tokens * padded_heads, shape[_TOKEN_DIM] * self.topology.size * heads)
+
+    def adopt(self, pipeline: Any) -> None:
+        """Have the attention of a pipeline computed by xDiT's USP."""
+        single_rank.install_processors(pipeline)
 
     def attention(self, call: Any) -> torch.Tensor:
         """Return attention on tensors with the compression error of all virtual ranks; see :class:`Simulator`."""

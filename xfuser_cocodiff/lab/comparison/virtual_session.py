@@ -7,14 +7,14 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
 from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.xdit.patching.log import warn_once
-from xfuser_cocodiff.xdit.session import kernel_check, simulator, start_messages, startup, usp_versions
+from xfuser_cocodiff.xdit.session import kernel_check, start_messages, startup, usp_versions
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 
 
 def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> Session:
-    """Return the session of a single rank that simulates the codecs of many; see :mod:`simulator`."""
+    """Return the session of a single rank that simulates the codecs of many; see `xdit/session/simulator.py`."""
     if not usp_versions.is_known():
         reason = (
             "--cocodiff_virtual has no effect with this xfuser, whose USP is unknown; install version "
@@ -34,7 +34,7 @@ def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> S
     except KernelError as error:
         warn_once(start_messages.other_kernels(str(error), config.mode))
         config = replace(config, kernels=kernels.TORCH)
-    simulator.route_attention(pipeline)
+    virtual.adopt(pipeline)
     layouts = (None, virtual.layout) if virtual.is_ring else (virtual.layout, None)
     runtime = startup.new_runtime(config, layouts[0], layouts[1], lambda values, **_: values)
     return Session(config, runtime=runtime, simulator=virtual)

@@ -116,3 +116,16 @@ def init_single_rank() -> None:
     if not dist.is_initialized():
         dist.init_process_group(envs.get_torch_distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)
     init_distributed_environment(rank=0, world_size=1)
+
+
+def install_processors(pipeline: Any) -> None:
+    """Install xDiT's attention processors, which it leaves out on a single rank in some models, such as SD3.5."""
+    from xfuser.model_executor.layers import attention_processor as xdit
+
+    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
+    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
+        for module in transformer.modules() if transformer is not None else ():
+            processor_class = processors.get(type(getattr(module, "processor", None)))
+            if processor_class:
+                module.processor = processor_class()
+                module.processor.use_long_ctx_attn_kvcache = True  # keeps K and V out of PipeFusion's cache

@@ -23,6 +23,9 @@ class Simulator(Protocol):
     def gather_layout(self) -> AxisLayout | None:
         """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
 
+    def adopt(self, pipeline: Any) -> None:
+        """Have the attention of a pipeline computed by xDiT's USP."""
+
     def attention(self, call: Any) -> torch.Tensor:
         """Return the output of a call of USP as all simulated ranks would compute it together; see `usp_call`."""
 
@@ -36,16 +39,3 @@ def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> A
         is_compiled: whether xDiT compiles the transformer.
     """
     return importlib.import_module(_PROVIDER).start_session(pipeline, config, is_compiled)
-
-
-def route_attention(pipeline: Any) -> None:
-    """Install xDiT's attention processors, which it leaves out on a single rank in some models, such as SD3.5."""
-    from xfuser.model_executor.layers import attention_processor as xdit
-
-    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
-    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
-        for module in transformer.modules() if transformer is not None else ():
-            processor_class = processors.get(type(getattr(module, "processor", None)))
-            if processor_class:
-                module.processor = processor_class()
-                module.processor.use_long_ctx_attn_kvcache = True  # keeps K and V out of PipeFusion's cache

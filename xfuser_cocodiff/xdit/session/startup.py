@@ -75,7 +75,7 @@ def _with_session(
         if starts:
             begin_session()
         elif session.simulator:
-            simulator.route_attention(pipeline)
+            session.simulator.adopt(pipeline)
         state = host.runtime_state()
         if engine_config is not None and state is not None:
             state.cocodiff = session = start_session(pipeline, engine_config) if starts else session
