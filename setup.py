@@ -46,7 +46,7 @@ setup(
         "test": [*REPORT, *MODELS, *TEST],
         "docs": DOCS,
         "cuda": ["flash-attn"],
-        # Both are legacy: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
+        # The plugin imports neither: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
         "intel": ["intel-extension-for-pytorch", "oneccl-bindings-for-pytorch"],
     },
     entry_points={

@@ -137,19 +137,12 @@ def test_xpu_names_exist_in_both_torch_modules() -> None:
         assert hasattr(torch.cuda, name), name
 
 
-@pytest.mark.parametrize(
-    ("xccl", "torch_ccl", "backend"), [(True, False, "xccl"), (True, True, "xccl"), (False, True, "ccl")]
-)
-def test_xpu_backend(monkeypatch: pytest.MonkeyPatch, xccl: bool, torch_ccl: bool, backend: str) -> None:
-    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: xccl)
-    monkeypatch.setattr(platform, "_import_if_installed", lambda name: torch_ccl)
-    assert platform._xpu_backend() == backend
-
-
-def test_xpu_without_collectives_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xpu_backend_is_pytorchs(xpu: MockXPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "xccl")
+    assert platform.detect().backend() == "xccl"
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: False)
-    with pytest.raises(RuntimeError, match=r"xccl.*oneccl_bindings_for_pytorch"):
-        platform._xpu_backend()
+    with pytest.raises(RuntimeError, match="no collectives for XPU: this PyTorch was built without 'xccl'"):
+        platform.detect().backend()
 
 
 def test_a_single_visible_tile_is_the_device_for_any_index(xpu: MockXPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,30 +160,6 @@ def test_a_single_visible_tile_is_the_device_for_any_index(xpu: MockXPU, monkeyp
     only = torch.device("xpu", 0)
     assert (chosen, added.device(5), added.device(None)) == ([0], only, torch.device("xpu"))
     assert xpu.calls == [("set_device", (only,), {}), ("synchronize", (only,), {})]
-
-
-@pytest.mark.parametrize(
-    "error", [None, ImportError("undefined symbol"), OSError("libsycl.so.7: cannot open"), SystemExit(127)], ids=repr
-)
-@pytest.mark.parametrize("xccl", [False, True])
-def test_legacy_packages_are_imported_where_pytorch_has_no_collectives(
-    xpu: MockXPU, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, xccl: bool
-) -> None:
-    imported, warnings = [], []
-
-    def import_module(name: str) -> None:
-        imported.append(name)
-        if error:
-            raise error
-
-    monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(platform.importlib, "import_module", import_module)
-    monkeypatch.setattr(platform, "warn_once", warnings.append)
-    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: xccl)
-    assert platform.detect().device_type == "xpu"
-    assert imported == ([] if xccl else ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"])
-    assert len(warnings) == (len(imported) if error else 0)
-    assert all("is ignored" in text and str(error) in text for text in warnings)
 
 
 @pytest.mark.parametrize("form", ["functional", "plain"])

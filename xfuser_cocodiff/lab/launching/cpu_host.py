@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.xdit.attention import attention_kernels
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.patching.symbol_lookup import without
-from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms import attention_kernels, platform
 from xfuser_cocodiff.xdit.platforms.platform import Platform
 
 NUM_GPUS = 64

@@ -19,7 +19,6 @@ from torch import nn
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.attention import (
     all_to_all,
-    attention_kernels,
     long_context,
     usp,
     zero_padding,
@@ -124,10 +123,7 @@ def run(steps: int | None) -> run_tracker.Sampling:
 def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     """Return all patches for this machine."""
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
-    is_xpu = machine is not None and machine.device_type == "xpu"
-    kernels = attention_kernels.patches(attention_kernels.xpu_kernel()) if is_xpu else []
     in_steps = [
-        *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *(replace(patch, in_layers=True) for patch in (*all_to_all.patches(), *usp.patches())),
         *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
@@ -136,9 +132,9 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     runs = _of_feature("runs of diffusers' pipelines, and with them lossy modes", tracker.patches())
     return [
         *(platform.patches(machine) if machine else []),
-        *_of_feature("attention kernels with a log-sum-exp", kernels),
         *flags.patches(_activate_for_config),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
+        *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *startup.patches(activate, switch_layers),
         *(replace(patch, on_activation=True) for patch in in_steps),
         *(replace(patch, on_activation=not tracker.listeners) for patch in runs),

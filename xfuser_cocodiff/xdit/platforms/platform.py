@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
+from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.patching.symbol_lookup import without
-from xfuser_cocodiff.xdit.platforms import local_device
+from xfuser_cocodiff.xdit.platforms import attention_kernels, local_device
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
 WITHOUT_SUPPORT = without("xfuser.envs", "supports_usp")
@@ -128,15 +128,7 @@ _FACADE = (
 )
 
 
-_IPEX, _TORCH_CCL = "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"
-
-
 def _xpu() -> Platform:
-    if not _has_native_collectives():
-        # Both register with PyTorch, which must happen before a process group is created or a kernel runs. torch-ccl
-        # builds on IPEX, which ends processes on PyTorch versions that it was not made for.
-        for legacy in (_IPEX, _TORCH_CCL):
-            _import_if_installed(legacy)
     return _with_facade(Platform("xpu", _xpu_backend, {}))
 
 
@@ -157,22 +149,12 @@ def _with_facade(platform: Platform) -> Platform:
     return replace(platform, cuda=facade)
 
 
-def _has_native_collectives() -> bool:
-    """Return whether this PyTorch was built with its own collectives for XPU."""
-    return dist.is_backend_available(dist.get_default_backend_for_device("xpu"))
-
-
 def _xpu_backend() -> str:
-    """Return "xccl", PyTorch's backend, or "ccl", that of torch-ccl in older stacks."""
-    native = dist.get_default_backend_for_device("xpu")
-    if _has_native_collectives():
-        return native
-    if _import_if_installed(_TORCH_CCL):
-        return "ccl"
-    raise RuntimeError(
-        f"no collectives for XPU: this PyTorch was built without {native!r}, and {_TORCH_CCL}, which would bring "
-        "'ccl', is not installed or does not load"
-    )
+    """Return "xccl", PyTorch's backend."""
+    backend = dist.get_default_backend_for_device("xpu")
+    if not dist.is_backend_available(backend):
+        raise RuntimeError(f"no collectives for XPU: this PyTorch was built without {backend!r}; install one with it")
+    return backend
 
 
 PLATFORMS: Mapping[str, Callable[[], Platform]] = {"xpu": _xpu}
@@ -187,7 +169,13 @@ def patches(platform: Platform) -> list[Patch]:
     """Return the patches with which xDiT runs on a platform."""
     if platform.device_type == "cuda":
         return [*_sharing(platform), *for_scripts(platform)]
-    return [*for_environment(platform), *_for_device(platform), *for_groups(), *for_scripts(platform)]
+    return [
+        *for_environment(platform),
+        *_for_device(platform),
+        *for_groups(),
+        *for_scripts(platform),
+        *attention_kernels.patches(attention_kernels.xpu_kernel()),
+    ]
 
 
 _add = functools.partial(Patch, condition=WITHOUT_SUPPORT)
@@ -215,7 +203,6 @@ def for_environment(platform: Platform) -> list[Patch]:
         ),
         # Called when a model is compiled, for the architecture of an AMD GPU.
         _add("xfuser.envs", "PackagesEnvChecker._on_rdna4", "asks torch.cuda for a device", never, ("self",)),
-        _add("xfuser.envs", "PackagesEnvChecker._on_mi3xx", "asks torch.cuda for a device", never, ("self",)),
     ]
 
 
@@ -293,14 +280,3 @@ def _yunchang_groups(_: Any) -> Any:
     from yunchang.globals import PROCESS_GROUP
 
     return PROCESS_GROUP
-
-
-def _import_if_installed(name: str) -> bool:
-    if importlib.util.find_spec(name) is None:
-        return False
-    try:
-        importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a legacy package may not fit this PyTorch; IPEX calls exit(127) then
-        warn_once(f"{name} is ignored, since its import fails: {type(error).__name__}: {error}; reinstall or remove it")
-        return False
-    return True

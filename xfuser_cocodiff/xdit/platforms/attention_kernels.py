@@ -22,13 +22,14 @@ def patches(kernel: Callable | None) -> list[Patch]:
     Args:
         kernel: the kernel; None where xDiT's own works.
     """
+    add = functools.partial(Patch, feature="attention with a log-sum-exp")
     usp, state = "xfuser.model_executor.layers.usp", "xfuser.core.distributed.runtime_state"
     why = "it selects cuDNN with a CUDA build of PyTorch, and SDPA without LSE in a ring"
-    select = Patch(state, "RuntimeState._select_attention_backend", why, _select_with_lse, ("self", "engine_config"))
+    select = add(state, "RuntimeState._select_attention_backend", why, _select_with_lse, ("self", "engine_config"))
     if kernel is None:
         return [select]
     with_kernel = functools.partial(_with_kernel, kernel)
-    return [select, Patch(usp, "_get_attention_function", "SDPA_FLASH has no kernel", with_kernel, ("backend",))]
+    return [select, add(usp, "_get_attention_function", "SDPA_FLASH has no kernel", with_kernel, ("backend",))]
 
 
 def xpu_kernel() -> Callable | None:
