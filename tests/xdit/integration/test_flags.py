@@ -1,8 +1,11 @@
 """Options in xDiT's own parsers, agreement of all ranks on a config, and errors that all ranks raise."""
 
 import argparse
+import copy
+import dataclasses
 import json
 import os
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from tests import ranks
 from tests.quick import in_turn, slow
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.integration import agreement
 
 
 def parse(arguments: list[str], runner: bool) -> object:
@@ -98,6 +102,21 @@ def test_config_is_the_same_on_every_rank(runner: bool) -> None:
     ]
     expected = [expected for *_, expected in cases]
     assert ranks.run(configs_in_turn, 4, cases, runner) == [expected] * 4
+
+
+def copied_configs(rank: int) -> list[bool]:
+    """Return whether copies of xDiT's config have the plugin's config."""
+    engine_config, _ = parse(["--ulysses_degree", "2", "--use_cocodiff"], False).create_config()
+    sequence = engine_config.parallel_config.sp_config
+    copies = (
+        *(dataclasses.replace(sequence), dataclasses.replace(sequence, ring_degree=2), copy.copy(sequence)),
+        *(copy.deepcopy(sequence), pickle.loads(pickle.dumps(sequence))),
+    )
+    return [each.cocodiff == sequence.cocodiff is not None for each in copies]
+
+
+def test_config_survives_in_copies_of_xdits() -> None:
+    assert ranks.run(copied_configs, 2) == [[True] * 5] * 2
 
 
 def start_session(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> str:
@@ -380,6 +399,21 @@ def test_ranks_that_detect_different_topologies_are_flat() -> None:
     assert ranks.run(config_of, 4, ULYSSES_4, environments, False) == ["flat|None|exact|True"] * 4
     asked = [*ULYSSES_4, "--cocodiff_a2a", "hierarchical"]
     assert ranks.run(config_of, 4, asked, environments, False) == ["flat|flat|exact|True"] * 4
+    asked[-1] = "hierarchical:gpu,node"  # the axes of one rank's topology, and not of the flat one
+    results = ranks.outcomes(config_of, 4, asked, environments, False)
+    assert_all_raise(results, "--cocodiff_a2a: 'hierarchical:gpu,node'")
+
+
+def rounds_of(rank: int, environments: list[dict[str, str]]) -> int:
+    """Return the number of rounds in which ranks agree on a config."""
+    with mock.patch.object(agreement, "_exchange_reports", wraps=agreement._exchange_reports) as exchange:
+        config_of(rank, ULYSSES_4, environments, False)
+    return exchange.call_count
+
+
+def test_ranks_agree_in_one_round() -> None:
+    for environments in ([{}], [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]):
+        assert ranks.run(rounds_of, 4, environments) == [1] * 4
 
 
 def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:

@@ -223,10 +223,13 @@ def test_few_names_of_xdit_turn_everything_off() -> None:
     of_machine = {row.name for row in platform.patches(machine)} if machine else set()
     required = {row.name for row in activation.patch_table() if row.feature is None} - of_machine
     arguments = ("add_cli_args", "add_runner_args", "__init__", "__dataclass_fields__", "create_config")
+    read = ("get_runtime_state", "get_sp_group", "get_ring_parallel_world_size")
+    read += ("model_parallel_is_initialized", "runtime_state_is_initialized")
     all_to_alls = ("_ft_c_input", "_ft_c_output", "_combined_qkv", "_combined_gqa_qkv")  # rows of known ones only
     assert {name for name in required if name.startswith(("xfuser", "yunchang", "diffusers"))} == {
         *(f"xfuser.config.args.xFuserArgs.{name}" for name in arguments),
-        *(f"xfuser.core.distributed.runtime_state.{name}" for name in ("_RUNTIME", "initialize_runtime_state")),
+        "xfuser.core.distributed.runtime_state.initialize_runtime_state",
+        *(f"xfuser.core.distributed.{name}" for name in read),
         *(f"{usp_versions.MODULE}.{name}" for name in ("USP", *(f"{each}_all_to_all" for each in all_to_alls))),
         "yunchang.globals.PROCESS_GROUP",
     }
@@ -257,8 +260,9 @@ def configs_without_and_with_the_flag(rank: int, folder: str) -> list[str]:
 
 def test_missing_required_name_is_an_error_on_all_ranks_with_the_flag(tmp_path: Path) -> None:
     """It is detected at the start, though it is only used in a run."""
-    other_xfuser(tmp_path, "_RUNTIME", "_STATE", "core/distributed/runtime_state.py")
-    error = "xfuser.core.distributed.runtime_state._RUNTIME does not exist; install a tested version of xfuser"
+    name = "model_parallel_is_initialized"
+    other_xfuser(tmp_path, f"    {name},\n", "", "core/distributed/__init__.py")
+    error = f"xfuser.core.distributed.{name} does not exist; install a tested version of xfuser"
     results = ranks.run(configs_without_and_with_the_flag, 2, str(tmp_path))
     assert results == [["None", f"RuntimeError: {error}"]] * 2
 

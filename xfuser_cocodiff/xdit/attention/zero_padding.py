@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from xfuser_cocodiff.engine.attention.reshard import SEQUENCE
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.patching.symbol_lookup import without
@@ -54,7 +55,7 @@ def _allow_any_heads(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_model_and_parallel_config(self: Any, pipeline: Any, parallel_config: Any) -> None:
         degree, heads = parallel_config.sp_config.ulysses_degree, self._get_model_attention_heads(pipeline)
-        is_ours = getattr(parallel_config.sp_config, "cocodiff", None) and parallel_config.pp_degree == 1
+        is_ours = host.config_of(parallel_config) and parallel_config.pp_degree == 1
         is_ours = is_ours and usp_versions.is_known()
         if not is_ours or heads % degree == 0:
             original(self, pipeline, parallel_config)
@@ -90,9 +91,7 @@ def _pad_tokens(original: Callable) -> Callable:
     def forward(
         self: Any, hidden_states: torch.Tensor, *args: Any, img_ids: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
-        from xfuser.core.distributed import get_sequence_parallel_world_size
-
-        session, missing = active(), -hidden_states.shape[1] % get_sequence_parallel_world_size()
+        session, missing = active(), -hidden_states.shape[1] % host.sequence_group().world_size
         if session.mesh is None or session.uses_stock_usp or not missing or img_ids is None:
             return original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         hidden_states, img_ids = (functional.pad(tensor, (0, 0, 0, missing)) for tensor in (hidden_states, img_ids))

@@ -65,12 +65,8 @@ def check_all(is_enabled: bool) -> None:
         RuntimeError: the plugin is enabled here and another rank did not report; names these ranks.
     """
     report = {"is_enabled": is_enabled, "makes": "process groups", "error": None}
-    with contextlib.nullcontext() if is_enabled else contextlib.suppress(MissingReportError):
+    with contextlib.nullcontext() if is_enabled else contextlib.suppress(RuntimeError):  # the others may not report
         _gather(report, TIMEOUT if is_enabled else DISABLED_RANK_TIMEOUT)
-
-
-class MissingReportError(RuntimeError):
-    """Error of a rank that did not report."""
 
 
 def raise_on_all_ranks(message: str) -> NoReturn:
@@ -107,7 +103,7 @@ def _gather(report: dict, timeout: timedelta) -> list[dict]:
 
     Raises:
         ValueError: a rank reported an error, or the ranks reported different things.
-        MissingReportError: a rank did not report.
+        RuntimeError: a rank did not report.
     """
     reports = _exchange_reports(report, timeout) if dist.is_initialized() else [report]
     errors = [each["error"] for each in reports]
@@ -134,7 +130,7 @@ def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
         store.wait(keys, timeout)
     except RuntimeError:
         missing = [rank for rank in range(world) if not store.check([keys[rank]])]
-        raise MissingReportError(
+        raise RuntimeError(
             f"ranks {missing} did not report CoCoDiff's options within {timeout}; install and enable the plugin on all "
             "nodes"
         ) from None

@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
@@ -28,9 +29,6 @@ from xfuser_cocodiff.xdit.settings.variables import check_variables
 
 _ARGS = "xfuser.config.args"
 _OPTIONS = (*OPTIONS, *REMOVED_OPTIONS)
-_ARGUMENTS = dataclasses.make_dataclass("_ARGUMENTS", [(option.field, Any, option.default) for option in _OPTIONS])
-_FIELDS = {field.name: field for field in dataclasses.fields(_ARGUMENTS)}
-"""Fields of the options in xDiT's arguments."""
 
 
 def patches(activate: Callable[[], list[str]]) -> list[Patch]:
@@ -40,19 +38,19 @@ def patches(activate: Callable[[], list[str]]) -> list[Patch]:
         activate: called when a config enables the plugin; returns the features that are off.
     """
     with_config = functools.partial(_with_config, activate)
+    of_config = _add_fields("xfuser.config.config", "SequenceParallelConfig", {host.CONFIG_FIELD: None})
     return [
         Patch(_ARGS, "xFuserArgs.add_cli_args", "flags of the example scripts", _with_flags, ("parser",)),
         Patch(_ARGS, "xFuserArgs.add_runner_args", "flags of the xdit command", _with_flags, ("parser",)),
-        Patch(_ARGS, "xFuserArgs.__init__", "options as fields", _with_fields),
-        Patch(_ARGS, "xFuserArgs.__dataclass_fields__", "from_cli_args and from_runner_args read fields", _more_fields),
+        *_add_fields(_ARGS, "xFuserArgs", {option.field: option.default for option in _OPTIONS}),
+        *(replace(row, feature="copies of the config by dataclasses.replace") for row in of_config),
         Patch(_ARGS, "xFuserArgs.create_config", "the config in xDiT's parallel config", with_config, ("self",)),
         Patch(
             "xfuser.core.distributed.runtime_state",
-            "RuntimeState._check_distributed_env",
+            "initialize_runtime_state",
             "an error where the plugin is enabled on some ranks only",
             _with_check,
-            ("self", "parallel_config"),
-            feature="the check that all ranks enable the plugin",
+            ("pipeline", "engine_config"),
         ),
     ]
 
@@ -76,18 +74,24 @@ def _with_flags(original: staticmethod) -> staticmethod:
     return staticmethod(add_args)
 
 
-def _with_fields(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name, field in _FIELDS.items():
-            setattr(self, name, kwargs.pop(name, field.default))
-        original(self, *args, **kwargs)
+def _add_fields(module: str, name: str, defaults: dict[str, Any]) -> list[Patch]:
+    """Return the patches that declare fields of a dataclass, so that they survive `dataclasses.replace`."""
+    declared = dataclasses.make_dataclass("_Declared", [(field, Any, value) for field, value in defaults.items()])
+    fields = {field.name: field for field in dataclasses.fields(declared)}
 
-    return __init__
+    def with_fields(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            for field, default in defaults.items():
+                setattr(self, field, kwargs.pop(field, default))
+            original(self, *args, **kwargs)
 
+        return __init__
 
-def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasses.Field]:
-    return {**original, **_FIELDS}
+    return [
+        Patch(module, f"{name}.__init__", "values of the plugin's fields", with_fields),
+        Patch(module, f"{name}.__dataclass_fields__", "the plugin's fields", lambda original: {**original, **fields}),
+    ]
 
 
 def _with_config(activate: Callable[[], list[str]], original: Callable) -> Callable:
@@ -103,14 +107,12 @@ def _with_config(activate: Callable[[], list[str]], original: Callable) -> Calla
 
 def _with_check(original: Callable) -> Callable:
     @functools.wraps(original)
-    def _check_distributed_env(self: Any, parallel_config: Any) -> None:
-        from xfuser.core.distributed import model_parallel_is_initialized
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        if engine_config is not None and not host.has_process_groups():
+            check_all(host.config_of(engine_config.parallel_config) is not None)
+        original(pipeline, engine_config)
 
-        if not model_parallel_is_initialized():
-            check_all(getattr(parallel_config.sp_config, "cocodiff", None) is not None)
-        original(self, parallel_config)
-
-    return _check_distributed_env
+    return initialize_runtime_state
 
 
 def agree_on_config(
@@ -130,32 +132,40 @@ def agree_on_config(
     """
     device_type = platform.compute_device().type
 
-    def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig | None:
-        check_variables(os.environ)
-        if not is_enabled(values, os.environ):
-            return None
+    def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig:
         ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 
-    def propose(topology: Callable[[int], Topology]) -> dict[str, Any]:
-        config = make_config(topology)
-        if config is None:
-            return {}
-        backend = kernels.resolve(config.kernels, device_type)
-        options = {**_compared_options(config), "what is off with this xfuser": ", ".join(activate())}
-        return {"options": options, "detected": config.detected, "backend": backend}
-
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.
-    topology: Callable[[int], Topology] = functools.partial(detected_topology.detect_topology, environment=os.environ)
-    proposals = gather_proposals(functools.partial(propose, topology))
-    if _only_detection_differs(proposals):
+    detect: Callable[[int], Topology] = functools.partial(detected_topology.detect_topology, environment=os.environ)
+
+    def propose() -> dict[str, Any]:
+        check_variables(os.environ)
+        if not is_enabled(values, os.environ):
+            return {}
+        config = make_config(detect)
+        backend, features_off = kernels.resolve(config.kernels, device_type), activate()
+        options = _compared_options(config, features_off)
+        try:
+            flat = _compared_options(make_config(Topology.flat), features_off)
+        except ValueError as error:  # such as of a plan that needs more axes, which counts only if topologies differ
+            flat = {_INVALID: str(error)}
+        return {"options": options, "flat": flat, "detected": config.detected, "backend": backend}
+
+    proposals = gather_proposals(propose)
+    if not proposals:
+        return None
+    all_options = [proposal["options"] for proposal in proposals]
+    is_flat = all(proposal["detected"] for proposal in proposals) and bool(_TOPOLOGIES & _differing(all_options).keys())
+    if is_flat:
         warn_once("ranks detect different topologies, so the all-to-all is flat; set --cocodiff_topology")
-        topology = Topology.flat
-        proposals = gather_proposals(functools.partial(propose, topology))
-    if differing := _differing([proposal["options"] for proposal in proposals]):
+        all_options = [proposal["flat"] for proposal in proposals]
+    if differing := _differing(all_options):
         texts = [f"{name}: {by_rank(values)}" for name, values in differing.items()]
         raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {', '.join(texts)}")
-    config = make_config(topology)
+    if invalid := all_options[0].get(_INVALID):
+        raise_on_all_ranks(invalid)
+    config = make_config(Topology.flat if is_flat else detect)
     backends = [proposal["backend"] for proposal in proposals]
     if len(set(backends)) > 1:  # by --cocodiff_kernels auto, and one rank has no compiler
         _warn_of_torch_kernels(backends)
@@ -174,9 +184,8 @@ def _warn_of_torch_kernels(backends: list[str]) -> None:
     )
 
 
+_INVALID = "options with a flat topology"
 _TOPOLOGIES = {"--cocodiff_topology", "the ring's --cocodiff_topology"}
-_FROM_TOPOLOGY = {*_TOPOLOGIES, "--cocodiff_mode", "--cocodiff_slow_axes"}
-"""What follows from the detected topology by default."""
 _NAMES = {
     "plan": "--cocodiff_a2a",
     "ring_topology": "the ring's --cocodiff_topology",
@@ -189,7 +198,7 @@ _OF_ONE_RANK = ("overlap", "detected", "cache")
 """Fields of the config that ranks do not compare."""
 
 
-def _compared_options(config: CocoDiffConfig) -> dict[str, str | None]:
+def _compared_options(config: CocoDiffConfig, features_off: list[str]) -> dict[str, str | None]:
     """Return what must be the same on all ranks, as texts by the names that users know."""
     fields = {name: value for name, value in vars(config).items() if name not in _OF_ONE_RANK}
     return {
@@ -197,6 +206,7 @@ def _compared_options(config: CocoDiffConfig) -> dict[str, str | None]:
         "--cocodiff_v_first": _text(config.overlap.v_first),
         "--cocodiff_head_groups": _text(config.overlap.head_groups),
         "xfuser's USP": usp_versions.digest(),
+        "what is off with this xfuser": ", ".join(features_off),
         "the format of CoCoDiff's messages (another version)": str(WIRE_FORMAT),
     }
 
@@ -209,18 +219,9 @@ def _text(value: Any) -> str | None:
 
 def _differing(all_options: list[dict]) -> dict[str, list[str]]:
     """Return the options that differ between ranks, with the value of each rank."""
-    by_name = {name: [options[name] for options in all_options] for name in (all_options[0] if all_options else ())}
+    by_name = {name: [options.get(name) for options in all_options] for name in all_options[0]}
     return {
         name: ["not given" if value is None else repr(value) for value in values]
         for name, values in by_name.items()
         if len(set(values)) > 1
     }
-
-
-def _only_detection_differs(proposals: list[dict]) -> bool:
-    """Return whether ranks were given the same options and detect different topologies."""
-    # The same plan text reads differently on another topology, so only its presence can be compared.
-    plan = _NAMES["plan"]
-    differing = _differing([{**each["options"], plan: each["options"][plan] is not None} for each in proposals]).keys()
-    is_detected = all(proposal["detected"] for proposal in proposals)
-    return is_detected and bool(differing & _TOPOLOGIES) and differing <= _FROM_TOPOLOGY

@@ -8,21 +8,17 @@ from typing import Any
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
-STATE, GROUPS = "xfuser.core.distributed.runtime_state", "yunchang.globals"
+_XDIT, _GROUPS = "xfuser.core.distributed", "yunchang.globals"
 _C10D, _COLLECTIVES = "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"
 _ORDER = "the order of collectives in graphs"
-_VIRTUAL = "--cocodiff_virtual"
 
 REQUIRED = (
-    Patch(STATE, "_RUNTIME", "the current runtime state", None),
-    Patch(GROUPS, "PROCESS_GROUP", "Ulysses groups and rings", None),
-    Patch(
-        "xfuser.model_executor.layers.attention_processor",
-        "xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING",
-        "xDiT's attention processors, for virtual ranks",
-        None,
-        feature=_VIRTUAL,
-    ),
+    Patch(_XDIT, "get_runtime_state", "the current runtime state", None),
+    Patch(_XDIT, "runtime_state_is_initialized", "whether there is one", None),
+    Patch(_XDIT, "model_parallel_is_initialized", "whether there are process groups", None),
+    Patch(_XDIT, "get_sp_group", "the ranks that share a sequence", None),
+    Patch(_XDIT, "get_ring_parallel_world_size", "the ranks of a ring", None),
+    Patch(_GROUPS, "PROCESS_GROUP", "Ulysses groups and rings", None),
     Patch(_C10D, "_get_default_store", "agreement of ranks, and failure detection", None),
     Patch(_C10D, "_set_pg_timeout", "another timeout in benchmarks", None, feature="the timeout of benchmarks"),
     Patch(_COLLECTIVES, "AsyncCollectiveTensor", "collectives in graphs", None),
@@ -42,11 +38,27 @@ REQUIRED = (
 """Names of xDiT and PyTorch that the plugin uses without replacing them."""
 
 
+CONFIG_FIELD = "cocodiff"
+"""Field of xDiT's config of sequence parallelism that holds the plugin's config."""
+
+
 def runtime_state() -> Any:
     """Return xDiT's runtime state, which holds the plugin's session; None before an engine has started."""
-    from xfuser.core.distributed.runtime_state import _RUNTIME
+    from xfuser.core.distributed import get_runtime_state, runtime_state_is_initialized
 
-    return _RUNTIME
+    return get_runtime_state() if runtime_state_is_initialized() else None
+
+
+def config_of(parallel_config: Any) -> Any:
+    """Return the plugin's config in a parallel config of xDiT, which may be older than the plugin; None without one."""
+    return getattr(parallel_config.sp_config, CONFIG_FIELD, None)
+
+
+def has_process_groups() -> bool:
+    """Return whether xDiT has made its process groups."""
+    from xfuser.core.distributed import model_parallel_is_initialized
+
+    return model_parallel_is_initialized()
 
 
 def has_patches() -> bool:

@@ -109,8 +109,11 @@ class PatchSet:
             holders: objects that may hold functions of the host as attributes.
 
         Raises:
-            RuntimeError: a patch that the plugin needs does not fit the host. The whole set is removed.
+            RuntimeError: a patch that the plugin needs does not fit the host, and the whole set is removed; or it was
+                removed before.
         """
+        if self.is_removed:
+            raise RuntimeError("CoCoDiff's patches of xDiT were removed because of an error")
         if not self.is_active:
             try:
                 self._apply(self.patches)

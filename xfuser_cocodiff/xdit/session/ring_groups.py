@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.settings.ring_placement import INNER, OUTER
 
@@ -19,31 +20,37 @@ def patches() -> list[Patch]:
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
-            "RuntimeState._check_distributed_env",
+            "initialize_runtime_state",
             "groups get the placement of --cocodiff_ring",
             _with_configured_placement,
-            ("self", "parallel_config"),
+            ("pipeline", "engine_config"),
         ),
         # In the package, from which xDiT imports it when it makes its groups.
-        Patch("yunchang", "set_seq_parallel_pg", "the ring among neighbors, Ulysses across", _with_placement),
+        Patch(
+            "yunchang",
+            "set_seq_parallel_pg",
+            "the ring among neighbors, Ulysses across",
+            _with_placement,
+            on_activation=True,
+        ),
     ]
 
 
 def _with_configured_placement(original: Callable) -> Callable:
     @functools.wraps(original)
-    def _check_distributed_env(self: Any, parallel_config: Any) -> None:
-        token = _placement.set(configured_placement(parallel_config))
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        token = _placement.set(configured_placement(engine_config.parallel_config) if engine_config else OUTER)
         try:
-            original(self, parallel_config)
+            original(pipeline, engine_config)
         finally:
             _placement.reset(token)
 
-    return _check_distributed_env
+    return initialize_runtime_state
 
 
 def configured_placement(parallel_config: Any) -> str:
     """Return the placement of the ring that the options ask for, INNER or OUTER; the same on all ranks."""
-    config = getattr(parallel_config.sp_config, "cocodiff", None)
+    config = host.config_of(parallel_config)
     return config.ring if config and parallel_config.pp_degree == 1 else OUTER
 
 

@@ -89,7 +89,7 @@ def _with_session(
 
 
 def _config_of(engine_config: Any) -> CocoDiffConfig | None:
-    return getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
+    return host.config_of(engine_config.parallel_config)
 
 
 def start_session(pipeline: Any, engine_config: Any) -> Session:
