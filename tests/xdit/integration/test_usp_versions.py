@@ -30,10 +30,11 @@ UNCHECKED = (
     *("_chunk_text_for_sp", "_init_sync_pipeline"),
     "_get_backend",
     *("_distributed_c10d", "_detect_dma_connectivity", "_autograd"),
+    "_dispatch_has_kernel_for_dispatch_key",
 )
 """Private names that no patch checks: attributes that no class declares; those of benchmark commands, on which no run
-depends; of a group's backend, without which the default timeout of collectives holds; and of the detection of NVLink,
-without which it is taken to be there."""
+depends; of a group's backend, without which the default timeout of collectives holds; of the detection of NVLink,
+without which it is taken to be there; and of that of flash attention on XPUs."""
 
 
 def private(name: str) -> bool:
@@ -51,6 +52,8 @@ def private_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Attribute) and private(node.attr):
             of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             (own if of_self or isinstance(node.ctx, ast.Store) else found).add(node.attr)
+        elif node in tree.body:
+            pass  # an import of the file, without which the plugin is not installed
         elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in HOSTS:
             found |= {
                 name for name in (*node.module.split("."), *(alias.name for alias in node.names)) if private(name)

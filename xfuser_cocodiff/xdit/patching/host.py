@@ -8,9 +8,8 @@ from typing import Any
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
-_XDIT, _GROUPS = "xfuser.core.distributed", "yunchang.globals"
-_C10D, _COLLECTIVES = "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"
-_ORDER = "the order of collectives in graphs"
+_XDIT, _MODULE = "xfuser.core.distributed", "torch.nn.modules.module"
+_COLLECTIVES = "torch.distributed._functional_collectives"
 
 REQUIRED = (
     Patch(_XDIT, "get_runtime_state", "the current runtime state", None),
@@ -18,25 +17,16 @@ REQUIRED = (
     Patch(_XDIT, "model_parallel_is_initialized", "whether there are process groups", None),
     Patch(_XDIT, "get_sp_group", "the ranks that share a sequence", None),
     Patch(_XDIT, "get_ring_parallel_world_size", "the ranks of a ring", None),
-    Patch(_GROUPS, "PROCESS_GROUP", "Ulysses groups and rings", None),
-    Patch(_C10D, "_get_default_store", "agreement of ranks, and failure detection", None),
-    Patch(_C10D, "_set_pg_timeout", "another timeout in benchmarks", None, feature="the timeout of benchmarks"),
+    Patch("yunchang.globals", "PROCESS_GROUP", "Ulysses groups and rings", None),
     Patch(_COLLECTIVES, "AsyncCollectiveTensor", "collectives in graphs", None),
-    Patch(_COLLECTIVES, "all_gather_tensor", "collectives in graphs", None),
     Patch(_COLLECTIVES, "all_to_all_single", "collectives in graphs", None),
-    Patch("torch", "Tensor._base", "whether tensors are views of the same tensor", None),
-    Patch("torch", "_C._dispatch_has_kernel_for_dispatch_key", "whether XPUs have flash attention", None),
-    Patch("torch.nn.modules.module", "Module._wrapped_call_impl", "which modules are running", None),
-    Patch("torch.nn.modules.module", "Module._compiled_call_impl", "replaced calls of modules", None),
+    Patch(_MODULE, "Module._wrapped_call_impl", "which modules are running", None),
+    Patch(_MODULE, "Module._compiled_call_impl", "replaced calls of modules", None),
     Patch("torch._dynamo.symbolic_convert", "InstructionTranslator", "the layer whose call is traced", None),
-    Patch("torch._higher_order_ops.effects", "_EffectType", _ORDER, None),
-    Patch("torch._higher_order_ops.effects", "_register_effectful_op", _ORDER, None),
-    Patch("torch._inductor.config", "reorder_for_compute_comm_overlap", _ORDER, None),
-    Patch("torch.utils._pytree", "tree_map", "tensors inside the arguments of a module", None),
+    Patch("torch._inductor.config", "reorder_for_compute_comm_overlap", "the order of collectives in graphs", None),
     Patch("torch.autograd.profiler", "_is_profiler_enabled", "names of collectives in a trace", None),
 )
-"""Names of xDiT and PyTorch that the plugin uses without replacing them."""
-
+"""Names of xDiT and PyTorch that the plugin uses without replacing them, except for those that its modules import."""
 
 CONFIG_FIELD = "cocodiff"
 """Field of xDiT's config of sequence parallelism that holds the plugin's config."""
