@@ -217,5 +217,7 @@ def test_tensors_on_a_device_use_functional_collectives_only() -> None:
 def test_devices_are_translated_in_all_arguments() -> None:
     added = platform.Platform("xpu", lambda: "xccl", {})
     seen = []
-    added.translating(lambda *args, **kwargs: seen.append((args, kwargs)))("cuda", "cudnn", 1, device="cuda:2")
-    assert seen == [((torch.device("xpu"), "cudnn", 1), {"device": torch.device("xpu", 2)})]
+    translated = added.translating(lambda *args, **kwargs: seen.append((args, kwargs)))
+    translated("cuda", "cudnn", 1, True, device="cuda:2")
+    devices = (torch.device("xpu"), "cudnn", torch.device("xpu", 1), True)
+    assert seen == [(devices, {"device": torch.device("xpu", 2)})]

@@ -45,15 +45,15 @@ class Platform:
         return local_rank % self.devices if self.devices else local_device.device_index(local_rank, os.environ)
 
     def translate(self, value: Any) -> Any:
-        """Return this platform's device for a CUDA device or its name; any other value unchanged."""
+        """Return this platform's device for a CUDA device, its name or a local rank; any other value unchanged."""
         if isinstance(value, str) and value.partition(":")[0] == "cuda":
             value = torch.device(value)
         if isinstance(value, torch.device) and value.type == "cuda":
             return self.device(value.index)
-        return value
+        return self.device(value) if type(value) is int else value  # a bool is an int too
 
     def translating(self, call: Callable) -> Callable:
-        """Return a function that translates CUDA devices among its arguments."""
+        """Return a function that translates CUDA devices and local ranks among its arguments."""
 
         @functools.wraps(call)
         def translated(*args: Any, **kwargs: Any) -> Any:
@@ -61,19 +61,6 @@ class Platform:
             return call(*map(self.translate, args), **values)
 
         return translated
-
-    def by_rank(self, call: Callable) -> Callable:
-        """Return a function that also translates integers among its arguments: local ranks, to their devices."""
-        translated = self.translating(call)
-
-        def device_of(value: Any) -> Any:
-            return self.device(value) if isinstance(value, int) else value
-
-        @functools.wraps(call)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return translated(*map(device_of, args), **{name: device_of(value) for name, value in kwargs.items()})
-
-        return called
 
     def generator(self, original: type) -> type:
         """Return a torch.Generator that translates its device."""
@@ -145,7 +132,7 @@ def _shared(device_type: str) -> Platform:
 def _with_facade(platform: Platform) -> Platform:
     module = getattr(torch, platform.device_type)
     calls = {name: getattr(module, name) for name in _FACADE}
-    facade = {name: call if isinstance(call, type) else platform.by_rank(call) for name, call in calls.items()}
+    facade = {name: call if isinstance(call, type) else platform.translating(call) for name, call in calls.items()}
     return replace(platform, cuda=facade)
 
 
@@ -245,7 +232,7 @@ def _sharing(platform: Platform) -> list[Patch]:
     return [
         Patch("xfuser.envs", "get_device", "gives each rank its own", lambda _: platform.device, ("local_rank",)),
         Patch("xfuser.envs", "get_torch_distributed_backend", "NCCL refuses it", lambda _: platform.backend),
-        Patch("xfuser.core.distributed.parallel_state", "set_device", "gives each rank its own", platform.by_rank),
+        Patch("xfuser.core.distributed.parallel_state", "set_device", "gives each rank its own", platform.translating),
     ]
 
 
