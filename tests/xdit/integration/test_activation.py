@@ -157,20 +157,12 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
     assert recording == [[False, 0, False], [True, 1, True]]
 
 
-@pytest.fixture
-def warned(uninstalled: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list of warnings of this process, as if xDiT had not been imported yet."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
-        monkeypatch.delitem(sys.modules, name)
-    warnings: list[str] = []
-    monkeypatch.setattr(activation, "warn_once", warnings.append)
-    return warnings
-
-
 @pytest.mark.parametrize("version", ["0.6.9", "0.8.0", "1.0"])
 def test_unsupported_version_prevents_installation(
-    version: str, warned: list[str], monkeypatch: pytest.MonkeyPatch
+    version: str, uninstalled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(activation, "warn_once", warned.append)
     monkeypatch.setattr(activation, "xdit_version", lambda: version)
     assert not xfuser_cocodiff.install()
     [warning] = warned
