@@ -153,8 +153,24 @@ def agree_on_config(
         return {"options": options, "flat": flat, "detected": config.detected, "backend": backend}
 
     proposals = gather_proposals(propose)
-    if not proposals:
-        return None
+    config = None
+    if proposals:
+        config = make_config(Topology.flat if _is_flat(proposals) else detect)
+        backends = [proposal["backend"] for proposal in proposals]
+        if len(set(backends)) > 1:  # by --cocodiff_kernels auto, and one rank has no compiler
+            _warn_of_torch_kernels(backends)
+            config = replace(config, kernels=kernels.TORCH)
+    for warning in ignored_options.warnings(values, os.environ, config):
+        warn_once(warning)
+    return config
+
+
+def _is_flat(proposals: list[dict]) -> bool:
+    """Return whether all-to-alls are flat because ranks detect different topologies.
+
+    Raises:
+        ValueError: options differ between ranks, or are not valid with a flat topology; on every rank.
+    """
     all_options = [proposal["options"] for proposal in proposals]
     is_flat = all(proposal["detected"] for proposal in proposals) and bool(_TOPOLOGIES & _differing(all_options).keys())
     if is_flat:
@@ -165,14 +181,7 @@ def agree_on_config(
         raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {', '.join(texts)}")
     if invalid := all_options[0].get(_INVALID):
         raise_on_all_ranks(invalid)
-    config = make_config(Topology.flat if is_flat else detect)
-    backends = [proposal["backend"] for proposal in proposals]
-    if len(set(backends)) > 1:  # by --cocodiff_kernels auto, and one rank has no compiler
-        _warn_of_torch_kernels(backends)
-        config = replace(config, kernels=kernels.TORCH)
-    for warning in ignored_options.warnings(values, os.environ, config):
-        warn_once(warning)
-    return config
+    return is_flat
 
 
 def _warn_of_torch_kernels(backends: list[str]) -> None:
