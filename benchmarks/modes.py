@@ -35,7 +35,7 @@ def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit, device_ty
             "cocodiff_cache": OFF,
         }
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
-        ranks = SequenceRanks(split.ulysses, split.ulysses_topology(topology), split.ring, topology)
+        ranks = SequenceRanks(split.ulysses, topology, split.ring)
         return resolve(values, {}, ranks, device_type)
     except ValueError as error:
         raise ValueError(f"mode {mode!r}: {error}") from None

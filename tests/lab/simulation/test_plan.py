@@ -381,7 +381,7 @@ def test_flags_are_valid_and_select_the_groups_of_the_split(number: int, tmp_pat
     words = row["flags"].split()
     given = {words[i].lstrip("-"): words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--cocodiff")}
     ulysses, ring = (int(words[words.index(flag) + 1]) for flag in ("--ulysses_degree", "--ring_degree"))
-    flat = SequenceRanks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
+    flat = SequenceRanks(ulysses, Topology.flat(ulysses * ring), ring)
     config = resolve({"use_cocodiff": True, **given}, {}, flat)
     assert (config.ring, config.mode) == (row["split"]["placement"], row["mode"])
     assert config.topology == UlyssesRingSplit(**row["split"]).ulysses_topology(Topology.parse("node=2,gpu=8"))

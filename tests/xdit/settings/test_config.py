@@ -158,7 +158,7 @@ def test_default_mode_is_lossy_only_across_nodes() -> None:
 )
 def test_given_nodes_decide_the_default_mode_unless_the_launcher_shows_one_node(variables: dict, mode: str) -> None:
     """On one node, the axis `node` may stand for sockets."""
-    whole, ring = SequenceRanks(4, FLAT), SequenceRanks(2, Topology.flat(2), 2, FLAT)
+    whole, ring = SequenceRanks(4, FLAT), SequenceRanks(2, FLAT, 2)
     for topology, ranks in (("2x2", whole), ("2x2", ring), ("node=2", ring)):
         values = {"use_cocodiff": True, "cocodiff_topology": topology}
         assert resolve(values, variables, ranks, "cpu").mode == mode

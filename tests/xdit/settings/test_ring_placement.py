@@ -13,8 +13,9 @@ from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 from xfuser_cocodiff.lab.simulation.collectives import all_to_all, coded_all_to_all, ring_gather
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.resolve import resolve
-from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit, place_groups
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 
 topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(
     lambda sizes: Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
@@ -87,29 +88,29 @@ def test_predicted_times_of_a_ring() -> None:
 
 
 WHOLE = Topology.parse("2x4")
-RANKS = SequenceRanks(4, Topology.flat(4), 2, WHOLE)
+RANKS = SequenceRanks(4, WHOLE, 2)
 
 
-def settings(tmp_path: Path, known: Profile | None, **values: str):
+def settings(tmp_path: Path, known: Profile | None, ranks: SequenceRanks = RANKS, **values: str) -> CocoDiffConfig:
     options = {f"cocodiff_{name}": value for name, value in values.items()}
     if known:
         file = tmp_path / "profile.json"
         file.write_text(json.dumps({"profile": known.to_json()}))
         options["cocodiff_profile"] = str(file)
-    return resolve({"use_cocodiff": True, **options}, {}, RANKS)
+    return resolve({"use_cocodiff": True, **options}, {}, ranks)
 
 
 def test_config_of_both_placements(tmp_path: Path) -> None:
     known = profile("2x4", 1e6, FAST)
     config = settings(tmp_path, None)
-    assert (config.ring, str(config.topology), config.mode) == ("outer", "flat", "balanced")
+    assert (config.ring, str(config.topology), config.mode) == ("outer", "gpu=4", "balanced")
     assert str(config.ring_topology) == "node=2"
     config = settings(tmp_path, None, ring="inner")
     assert (config.ring, str(config.topology), config.mode) == ("inner", "node=2,gpu=2", "balanced")
     config = settings(tmp_path, known)
     assert (config.ring, str(config.topology), config.mode) == ("outer", "gpu=4", "balanced")
     assert config.profile.topology == config.topology and config.ring_profile.topology == Topology.parse("node=2")
-    ring_only = resolve({"use_cocodiff": True}, {}, SequenceRanks(1, Topology.flat(1), 8, WHOLE))
+    ring_only = resolve({"use_cocodiff": True}, {}, SequenceRanks(1, WHOLE, 8))
     assert (ring_only.ring, str(ring_only.topology), ring_only.mode) == ("outer", "flat", "balanced")
     assert ring_only.ring_topology == WHOLE
     config = settings(tmp_path, known, mode="exact", ring="inner")
@@ -139,11 +140,12 @@ def test_errors_name_option_value_and_valid_set(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_error_names_groups_that_do_not_align_with_the_profile() -> None:
+def test_a_profile_whose_axes_do_not_align_is_refused(tmp_path: Path) -> None:
     known = profile("2x3", 1e6, FAST)
-    ranks = SequenceRanks(2, Topology.flat(2), 3, known.topology)
+    ranks = SequenceRanks(2, known.topology, 3)
     with pytest.raises(
-        ValueError, match=r"Ulysses groups of 2 and rings of 3 ranks do not align .* node=2,gpu=3; valid"
+        ValueError, match=r"^--cocodiff_profile: .*valid are those of flat and, if 'outer' rings align .*node=2,gpu=3;"
     ):
-        place_groups(ranks, None, "outer", known)
-    assert str(place_groups(ranks, None, "inner", known).topology) == "node=2"
+        settings(tmp_path, known, ranks=ranks)
+    config = settings(tmp_path, known, ranks=ranks, ring="inner")
+    assert str(config.topology) == "node=2" and str(config.ring_profile.topology) == "gpu=3"

@@ -133,7 +133,7 @@ def agree_on_config(
     device_type = platform.compute_device().type
 
     def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig:
-        ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
+        ranks = SequenceRanks(degree, topology(degree * ring_degree), ring_degree)
         return resolve(values, os.environ, ranks, device_type)
 
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.

@@ -29,10 +29,10 @@ def warnings(values: Mapping[str, Any], environment: Mapping[str, str], config: 
 
 
 def _reason(option: Option, config: CocoDiffConfig | None) -> str | None:
-    """Return the first reason for which an option has no effect; None if it has one."""
+    """Return the reason for which an option has no effect; None if it has one."""
     if config is None:
         return None if option.is_preference else f"without --{ENABLE_OPTION}"
-    return next((each.reason for each in option.ignored if each.holds(config)), None)
+    return option.ignored.reason if option.ignored and option.ignored.holds(config) else None
 
 
 def _unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:

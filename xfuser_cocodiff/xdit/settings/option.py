@@ -40,8 +40,8 @@ class Option:
     """Whether the flag has no value."""
     is_preference: bool = False
     """Whether it may stay set where the plugin is not enabled."""
-    ignored: tuple[Ignored, ...] = ()
-    """Reasons for which it has no effect."""
+    ignored: Ignored | None = None
+    """Reason for which it may have no effect."""
     removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Values that the version before this one had, and what holds instead."""
     variable: str = ""

@@ -17,7 +17,6 @@ ENABLE_OPTION = "use_cocodiff"
 """Option that enables the plugin."""
 SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
 """Option and environment variable that declare several ranks to share one device."""
-_ON_ONE_RANK = Ignored("with --cocodiff_virtual: one rank does not communicate", lambda config: bool(config.virtual))
 _WITHOUT_RING = Ignored("without --ring_degree above 1", lambda config: config.ring_topology is None)
 _IN_EXACT = Ignored(f"in mode {EXACT!r}", lambda config: config.mode == EXACT)
 
@@ -37,14 +36,13 @@ OPTIONS = (
         "detected from the launcher.",
         parsers.topology,
         "[topology](topology.md)",
-        ignored=(_ON_ONE_RANK,),
     ),
     Option(
         "cocodiff_ring",
         "Placement with --ring_degree: 'outer' (default, as in xDiT) lays the ring across the slowest axis, 'inner' "
         "the Ulysses group. `cocodiff plan --model` predicts which is faster.",
         choices=PLACEMENTS,
-        ignored=(_ON_ONE_RANK, _WITHOUT_RING),
+        ignored=_WITHOUT_RING,
     ),
     Option(
         "cocodiff_a2a",
@@ -52,7 +50,6 @@ OPTIONS = (
         f"size. In lossy modes a plan without {plans.GATHER} sends Q, K, V and O by heads.",
         parsers.plan,
         f"{AUTO!r}, or a [plan](plans.md)",
-        ignored=(_ON_ONE_RANK,),
     ),
     Option(
         "cocodiff_profile",
@@ -66,7 +63,6 @@ OPTIONS = (
         "PyTorch's backend.",
         parsers.seconds,
         f"seconds above 0, up to {MAX_SECONDS:g}",
-        ignored=(_ON_ONE_RANK,),
     ),
     Option(
         "cocodiff_v_first",
@@ -74,7 +70,6 @@ OPTIONS = (
         "timed steps confirm it.",
         parsers.v_first,
         choices=(AUTO, "on", OFF),
-        ignored=(_ON_ONE_RANK,),
     ),
     Option(
         "cocodiff_head_groups",
@@ -83,7 +78,6 @@ OPTIONS = (
         "the planner expects to pay are tried on accelerators, and timed steps choose; 1 on CPUs.",
         parsers.head_groups,
         f"{AUTO!r} and numbers from 1",
-        ignored=(_ON_ONE_RANK,),
     ),
     Option(
         "cocodiff_mode",
@@ -105,7 +99,7 @@ OPTIONS = (
         f"{AUTO!r}, on CPUs 'node'; for virtual ranks, all axes but the innermost.",
         parsers.slow_axes,
         f"{AUTO!r}, or axes",
-        ignored=(_IN_EXACT,),
+        ignored=_IN_EXACT,
     ),
     Option(
         "cocodiff_virtual",
@@ -125,7 +119,7 @@ OPTIONS = (
         "GiB of link references on each rank. Default: free memory less a reserve; no limit on CPUs.",
         parsers.memory,
         "GiB above 0, such as 2.5",
-        ignored=(_IN_EXACT,),
+        ignored=_IN_EXACT,
     ),
     Option(
         "cocodiff_kernels",

@@ -122,42 +122,35 @@ def schedule(text: str, mode: str) -> str:
     return text
 
 
-def slow_axes(text: str, topology: Topology, ring: Topology | None) -> tuple[str, ...]:
+def slow_axes(text: str, topology: Topology, ring: Topology | None, has_links: object = True) -> tuple[str, ...]:
     """Parse the names of the axes on which a lossy mode may approximate.
 
     Args:
         text: the names, or 'auto'.
         topology: topology of a Ulysses group, or of virtual ranks.
         ring: topology of a ring; None without one.
+        has_links: whether there are links to measure, or a profile of them; virtual ranks have none.
     """
     if text == AUTO:
+        if not has_links:
+            raise ValueError(f"{AUTO!r} is not valid: with --cocodiff_virtual it needs --cocodiff_profile")
         return MEASURED_SLOW_AXES
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    known = dict.fromkeys(axis.name for each in (topology, ring) if each for axis in each.axes)
+    parts = [topology, ring] if ring else [topology]
+    known = dict.fromkeys(axis.name for each in parts for axis in each.axes)
     if not set(names) <= set(known):
         of_ring = f" and of its rings, {ring}," if ring else ""
         raise ValueError(
             f"{text!r} is not valid; valid are {AUTO!r} and axes of the topology {topology}{of_ring} {', '.join(known)}"
         )
-    for each in (topology, ring):
-        if each:
-            _check_outermost(text, names, each)
+    for moving in (each.moving_axes for each in parts):
+        valid = [moving[:count] for count in range(1, len(moving) + 1)]
+        if tuple(name for name in moving if name in names) not in ((), *valid):
+            raise ValueError(
+                f"{text!r} is not valid: slow axes must be the outermost ones; of {topology} valid are {AUTO!r}, "
+                f"{', '.join(repr(','.join(each)) for each in valid)}"
+            )
     return names
-
-
-def _check_outermost(text: str, names: tuple[str, ...], topology: Topology) -> None:
-    """Check that slow axes are the outermost ones of a topology, as far as it has them; axes of one rank do not count.
-
-    Raises:
-        ValueError: an axis is inside one that is not named.
-    """
-    moving = topology.moving_axes
-    slow = tuple(name for name in moving if name in names)
-    if slow != moving[: len(slow)]:
-        valid = ", ".join(repr(",".join(moving[:count])) for count in range(1, len(moving) + 1))
-        raise ValueError(
-            f"{text!r} is not valid: slow axes must be the outermost ones; of {topology} valid are {AUTO!r}, {valid}"
-        )
 
 
 def virtual(text: str, degree: int = 1) -> tuple[Topology, bool]:

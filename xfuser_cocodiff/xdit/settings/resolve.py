@@ -1,7 +1,6 @@
 """The config to which flags and variables resolve."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +12,7 @@ from xfuser_cocodiff.xdit.settings import parsers
 from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig, Overlap
 from xfuser_cocodiff.xdit.settings.option import GivenOptions, given_options
 from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, REMOVED_OPTIONS
-from xfuser_cocodiff.xdit.settings.ring_placement import (
-    OUTER,
-    GroupPlacement,
-    SequenceRanks,
-    place_groups,
-    spans_nodes,
-)
+from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, GroupPlacement, SequenceRanks, place_groups, spans_nodes
 from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
 
@@ -64,9 +57,7 @@ def resolve(
     virtual, is_virtual_ring = given.parse("cocodiff_virtual", ranks.count) or (None, False)
     placement = _place(given, ranks, virtual)
     topology, ring_topology = (virtual, None) if virtual else (placement.topology, placement.ring_topology)
-    slow_axes = given.parse("cocodiff_slow_axes", topology, ring_topology)
-    if virtual and slow_axes == MEASURED_SLOW_AXES:
-        _require_profile(given)
+    slow_axes = given.parse("cocodiff_slow_axes", topology, ring_topology, not virtual or placement.profile)
     axes_on_cpus = slow_axes or default_slow_axes(topology, ring_topology, bool(virtual))
     is_multi_node = bool(axes_on_cpus) and _is_multi_node(ranks, placement, environment)
     mode = given.parse("cocodiff_mode") or default_mode(is_multi_node or bool(virtual))
@@ -93,26 +84,16 @@ def _place(given: GivenOptions, ranks: SequenceRanks, virtual: Topology | None) 
     """Return topologies and profiles of Ulysses groups, or of virtual ranks, and of rings."""
     profile = given.parse("cocodiff_profile")
     topology, ring = given.parse("cocodiff_topology", ranks), given.parse("cocodiff_ring") or OUTER
-    with given.named("cocodiff_ring"):
-        placement = place_groups(ranks, topology, ring, profile)
-    if profile is None or placement.profile or placement.ring_profile:
-        return placement
+    placement = place_groups(ranks, topology, ring, profile)
     expected = virtual or placement.topology
-    with given.named("cocodiff_profile"):
-        if profile.topology != expected:
-            with_rings = f" ({ranks.full_topology} with its rings)" if ranks.ring > 1 else ""
+    if placement.profile and placement.profile.topology != expected:
+        valid = f" and, if {ring!r} rings align with the axes, of {ranks.topology}" if ranks.ring > 1 else ""
+        with given.named("cocodiff_profile"):
             raise ValueError(
-                f"{given['cocodiff_profile'].text!r} is not valid: it has the topology {profile.topology}, this run "
-                f"{expected}{with_rings}; if these are the same, set --cocodiff_topology"
+                f"{given['cocodiff_profile'].text!r} is not valid: it has the topology {placement.profile.topology}; "
+                f"valid are those of {expected}{valid}; if these are the same, set --cocodiff_topology"
             )
-    return replace(placement, profile=profile)
-
-
-def _require_profile(given: GivenOptions) -> None:
-    """Check that a profile is given, in which the slow axes of virtual ranks are measured."""
-    with given.named("cocodiff_slow_axes"):
-        if "cocodiff_profile" not in given:
-            raise ValueError(f"{AUTO!r} is not valid: with --cocodiff_virtual it needs --cocodiff_profile")
+    return placement
 
 
 def _is_multi_node(ranks: SequenceRanks, placement: GroupPlacement, environment: Mapping[str, str]) -> bool:

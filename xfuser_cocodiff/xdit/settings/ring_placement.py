@@ -43,16 +43,14 @@ class UlyssesRingSplit:
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """Ranks that share a sequence, with the topologies that the launcher implies."""
+    """Ranks that share a sequence, with the topology that the launcher implies."""
 
     ulysses: int
     """Ulysses degree."""
-    detected: Topology
-    """Detected topology of as many neighboring ranks as the Ulysses degree."""
+    topology: Topology
+    """Detected topology of all ranks."""
     ring: int = 1
     """Ring degree."""
-    full_topology: Topology | None = None
-    """Detected topology of all ranks; None without a ring."""
 
     @property
     def count(self) -> int:
@@ -85,35 +83,22 @@ def place_groups(
         ranks: ranks that share a sequence.
         given: topology set by the user, of a Ulysses group or of all ranks; None uses the detected one.
         placement: placement of the ring, one of PLACEMENTS.
-        profile: link profile given by the user, which is used here if it covers all ranks.
-
-    Raises:
-        ValueError: the groups do not align with the axes of the profile.
+        profile: link profile given by the user. One that covers all ranks is divided between both parts if these align
+            with its axes; another one counts as that of a Ulysses group.
     """
     if ranks.ring == 1:
-        return GroupPlacement(topology=given or ranks.detected, ring=placement)
-    assert ranks.full_topology  # there is a ring
-    full = given if given and given.size == ranks.count else ranks.full_topology
-    known = profile if profile and profile.topology == full and given in (None, full) else None
-    if ranks.ulysses == 1:
-        return GroupPlacement(topology=ranks.detected, ring=placement, ring_topology=full, ring_profile=known)
+        return GroupPlacement(topology=given or ranks.topology, ring=placement, profile=profile)
+    full = given if given and given.size == ranks.count else ranks.topology
     split = UlyssesRingSplit(ranks.ulysses, ranks.ring, placement)
-    if known and not split.fits(full):
-        raise ValueError(
-            f"{placement!r} is not valid: Ulysses groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not "
-            f"align with the axes of the profile, {full}; valid are degrees that do, or no --cocodiff_profile"
-        )
     topology, ring_topology = split.ulysses_topology(full), split.ring_topology(full)
+    ring_profile = None
     if given not in (None, full):  # of a Ulysses group
         topology = given
-    elif placement == OUTER and not given and not known:
-        topology = ranks.detected
+    elif profile and profile.topology == full and split.fits(full):
+        ring_profile = profile.restrict_to(ring_topology)
+        profile = profile.restrict_to(topology) if ranks.ulysses > 1 else None
     return GroupPlacement(
-        topology=topology,
-        ring=placement,
-        ring_topology=ring_topology,
-        profile=known and known.restrict_to(topology),
-        ring_profile=known and known.restrict_to(ring_topology),
+        topology=topology, ring=placement, ring_topology=ring_topology, profile=profile, ring_profile=ring_profile
     )
 
 
