@@ -75,15 +75,6 @@ class RunTracker:
             for listener in self.listeners:
                 listener.end_step(latents)
 
-    def end(self, run: Run, is_complete: bool = False) -> None:
-        """End a run.
-
-        Args:
-            run: the run.
-            is_complete: whether it is known that it was not aborted.
-        """
-        active().end_run(run, is_complete)
-
     def close(self) -> None:
         """Restore the `step` of all scheduler classes."""
         for cls, original in self._original_steps.items():
@@ -101,10 +92,10 @@ class RunTracker:
             if iterable is None:
                 # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
                 run = self.begin(owner, total and total * getattr(owner, "order", 1))
-                return _with_callback(original(pipeline, total=total), functools.partial(self.end, run))
+                return _tracked_bar(original(pipeline, total=total), run)
             run = self.begin(owner, len(iterable) if isinstance(iterable, Sized) else total)
             run.is_loop, run.is_in_step = True, False
-            return original(pipeline, _TrackedIterable(iterable, run, lambda: self.end(run, is_complete=True)), total)
+            return original(pipeline, _TrackedIterable(iterable, run), total)
 
         return progress_bar
 
@@ -146,13 +137,13 @@ class RunTracker:
 
 
 class _TrackedIterable:
-    """An iterable that begins the steps of a run, with a callback at its end.
+    """An iterable that begins the steps of a run, and ends the run after the last one.
 
-    There is no callback where a loop is left early: ranks would free the iterator at different times.
+    It does not where a loop is left early: ranks would free the iterator at different times.
     """
 
-    def __init__(self, iterable: Any, run: Run, on_end: Callable[[], None]) -> None:
-        self._iterable, self._run, self._on_end = iterable, run, on_end
+    def __init__(self, iterable: Any, run: Run) -> None:
+        self._iterable, self._run = iterable, run
 
     def __len__(self) -> int:
         return len(self._iterable)
@@ -161,33 +152,28 @@ class _TrackedIterable:
         for each in self._iterable:
             self._run.is_in_step = True
             yield each
-        self._on_end()
+        active().end_run(self._run, is_complete=True)
 
 
-def _with_callback(bar: Any, on_close: Callable[[bool], None]) -> Any:
-    """Add a callback to a progress bar when it is closed, also where it is not displayed, as on most ranks.
-
-    Args:
-        bar: the progress bar.
-        on_close: called with whether a `with` block is known to have ended without an exception.
-    """
+def _tracked_bar(bar: Any, run: Run) -> Any:
+    """Let a progress bar end a run when it is closed, also where it is not displayed, as on most ranks."""
     cls: Any = type(bar)
-    bar.__class__, bar.on_close = _class_with_callback(cls), on_close
+    bar.__class__, bar.run = _class_of_tracked_bar(cls), run
     return bar
 
 
 @functools.cache
-def _class_with_callback(cls: Any) -> type:
+def _class_of_tracked_bar(cls: Any) -> type:
     class TrackedBar(cls):
         def __exit__(self, exception: type[BaseException] | None, *more: Any) -> Any:
-            self.on_close(exception is None)
+            active().end_run(self.run, is_complete=exception is None)
             return super().__exit__(exception, *more)
 
         def close(self) -> None:
-            self.on_close(False)
+            active().end_run(self.run)
             super().close()
 
-        def __del__(self) -> None:  # no callback: ranks may free it at different times
+        def __del__(self) -> None:  # ends no run: ranks may free it at different times
             super().close()
 
     return TrackedBar
@@ -219,7 +205,7 @@ class Sampling:
     def __exit__(self, exception: type[BaseException] | None, *_: Any) -> None:
         self._open = False
         if self._tracker and self._run:
-            self._tracker.end(self._run, is_complete=exception is None)
+            active().end_run(self._run, is_complete=exception is None)
         self._run = None
 
     def step(self, latents: torch.Tensor | None = None) -> None:

@@ -15,9 +15,6 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
-RING = {"part": "ring"}
-"""Part of the description that marks tuning results of a ring."""
-
 
 def describe(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
     """Return the part of the description that is the same on all ranks.

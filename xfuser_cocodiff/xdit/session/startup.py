@@ -184,11 +184,11 @@ def create_session(
         may_gather: whether layers may gather K and V along some axes; without effect beside a ring.
         values: format of the model's values, for which kernels are checked if an axis is slow; None for no check.
     """
-    groups = [_Group(group, config.comm, cache or _load_cache(group, config, config.topology, {}))]
+    groups = [_Group(group, config.comm, cache or _load_cache("Ulysses", group, config, config.topology))]
     if ring_group:
         topology = config.ring_topology or Topology.flat(ring_group.size())
         of_ring = replace(config.comm, topology=topology, profile=config.ring_profile, plan=None)
-        groups.append(_Group(ring_group, of_ring, _load_cache(ring_group, config, topology, host_description.RING)))
+        groups.append(_Group(ring_group, of_ring, _load_cache("ring", ring_group, config, topology)))
     failure = None
     try:
         setups = _set_up(groups, config, may_gather, values)
@@ -225,13 +225,10 @@ def create_session(
     return session
 
 
-def _load_cache(
-    group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]
-) -> TuningCache:
+def _load_cache(part: str, group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology) -> TuningCache:
     """Return the tuning cache of a group. All Ulysses groups of a ring get the same, since they tune together."""
-    common = {**host_description.describe(topology, config.kernels, dist.get_backend(group)), **part}
-    if host.sequence_group().world_size > dist.get_world_size(group):
-        common["ring"] = config.ring  # the placement decides which ranks are neighbors
+    common = host_description.describe(topology, config.kernels, dist.get_backend(group))
+    common |= {"part": part, "ring": config.ring}  # the placement decides which ranks are neighbors
     # In the group for host memory, which is gloo's whatever the backend of the device is.
     return tuning_cache.load_shared(
         host.sequence_group().cpu_group, common, host_description.describe_rank(), config.cache
