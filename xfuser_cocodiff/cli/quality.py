@@ -87,4 +87,4 @@ def make_config(options: argparse.Namespace) -> Any:
 
     given = {field: getattr(options, field) for field in ("cocodiff_virtual", *_FIELDS)}
     values = {"use_cocodiff": True, **given}
-    return resolve(values, {}, SequenceRanks(ulysses=1, detected=Topology.flat(1)))
+    return resolve(values, {}, SequenceRanks(1, Topology.flat(1)))
