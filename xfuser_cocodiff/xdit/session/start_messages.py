@@ -12,12 +12,13 @@ from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 
 
-def links(config: CocoDiffConfig, setups: Sequence[CommSetup]) -> str:
+def links(config: CocoDiffConfig, setups: Sequence[CommSetup], others_fail: bool) -> str:
     """Return the line with the links of a rank, and in lossy modes what makes an axis slow.
 
     Args:
         config: the options.
         setups: communication of the Ulysses group, and of the ring if there is one.
+        others_fail: whether PyTorch's kernels are in use since others fail.
     """
     profiles = [setup.profile for setup in setups if setup.profile]
     speeds = [
@@ -33,7 +34,8 @@ def links(config: CocoDiffConfig, setups: Sequence[CommSetup]) -> str:
         codec = profiles[0].codec_bytes_per_second
         speed, what = (codec, "the codec") if codec else (profiles[0].copy_bytes_per_second, "a copy")
         slow = f"slow is an axis below {gigabytes(SLOW_RATIO * speed)}, {SLOW_RATIO:.0%} of {what}"
-    return f"{line}; {slow}; kernels: {kernels.explain(config.kernels, compute_device().type)}"
+    explained = kernels.explain(config.kernels, compute_device().type)
+    return f"{line}; {slow}; kernels: {'torch, since others fail' if others_fail else explained}"
 
 
 def gigabytes(bytes_per_second: float) -> str:

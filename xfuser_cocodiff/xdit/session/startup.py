@@ -198,7 +198,7 @@ def create_session(
         is_lossless = not any(setup.partition for setup in setups)
         failure = start_messages.other_kernels(str(error), config.mode, is_lossless)
         warn_once(failure)
-    info_once(start_messages.links(config, setups))
+    info_once(start_messages.links(config, setups, failure is not None))
     setup, *rings = setups
     ring = Ring(rings[0].mesh, dist.get_rank(ring_group), rings[0].partition) if rings else None
     lossless_reason = _announce(config, setup, ring, failure)
