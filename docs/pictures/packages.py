@@ -10,7 +10,7 @@ FLOORS = {
         "measures and demonstrates: comparison, simulation",
         "#fff4e0",
         (
-            *("launching", "models", "emulation", "probing", "accelerator"),
+            *("launching", "emulation", "probing", "accelerator"),
             *("simulation", "comparison", "reporting"),
         ),
     ),

@@ -88,15 +88,6 @@ degree_for() {
     done
 }
 
-# Sets `stock` to the option that reuses the baseline of another mode of the same setting, if there is one.
-reuse_stock() {
-    local report
-    stock=()
-    for report in "$out/$(dirname "$1")"/*/report.json; do
-        [ ! -f "$report" ] || [ "$report" = "$out/$1/report.json" ] || stock=(--stock "$(dirname "$report")")
-    done
-}
-
 # Calls a function for every cell, as `$1 NAME COMMAND...`.
 campaign() {
     local nodes model size name
@@ -120,17 +111,14 @@ campaign() {
     done
 }
 
-# Calls a function for the cells of one setting, one per mode, as `compare_modes FUNCTION NAME XDIT_ARGUMENTS...`.
+# Calls a function for the cell of one setting, as `compare_modes FUNCTION NAME XDIT_ARGUMENTS...`.
 compare_modes() {
-    local do_with="$1" name="$2" mode launcher
+    local do_with="$1" name="$2" launcher
     shift 2
     launcher="$(printf '%q ' "${start[@]}")"
-    for mode in "${modes[@]}"; do
-        reuse_stock "$name/$mode"
-        "$do_with" "$name/$mode" "${cocodiff[@]}" compare --out . --json result.json --repeats "$repeats" \
-            --launcher "$launcher" "${stock[@]}" -- "$@" --num_inference_steps "$steps" --seed 1 \
-            --prompt "a slice of a mouse brain" --cocodiff_mode "$mode" "${more[@]}"
-    done
+    "$do_with" "$name" "${cocodiff[@]}" compare --out . --json result.json --repeats "$repeats" \
+        --modes "$(IFS=,; echo "${modes[*]}")" --launcher "$launcher" -- "$@" --num_inference_steps "$steps" --seed 1 \
+        --prompt "a slice of a mouse brain" "${more[@]}"
 }
 
 # Adds a cell to the list of cells, unless another job with the same output folder has added it.

@@ -26,10 +26,9 @@ def read(folder: Path) -> tuple[str, dict]:
         return "failed" if (folder / "status").exists() else "missing", {}
 
 
-def row(name: str, runs: list[dict]) -> list[str]:
+def row(name: str, stock: dict, plugin: dict) -> list[str]:
     """Return the row of a mode."""
-    stock, plugin = runs
-    baseline, seconds = (run["step_seconds_spread"]["median"] for run in runs)
+    baseline, seconds = (run["step_seconds_spread"]["median"] for run in (stock, plugin))
     share = "-" if stock["a2a_seconds"] is None else f"{stock['a2a_seconds'] / baseline:.2f}"
     sent = "1" if plugin["codecs"] is None else f"{plugin['codecs']['bytes_slow_fraction']:.3f}"
     psnr = "equal" if plugin["latents"]["bit_equal"] else f"{plugin['image']['psnr_db'] or float('nan'):.1f}"
@@ -40,7 +39,8 @@ def row(name: str, runs: list[dict]) -> list[str]:
 def main(out: Path) -> int:
     """Write the table of step times; the other cells have their tables in their logs."""
     cells = {name: read(out / name) for name in dict.fromkeys((out / "cells").read_text().split())}
-    rows = [row(name, record["runs"]) for name, (_, record) in cells.items() if "runs" in record]
+    compared = {name: record["runs"] for name, (_, record) in cells.items() if "runs" in record}
+    rows = [row(f"{name}/{run['name']}", runs[0], run) for name, runs in compared.items() for run in runs[1:]]
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     (out / "tables.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     incomplete = {name: state for name, (state, _) in cells.items() if state != "complete"}

@@ -81,7 +81,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, subprocess.
     job = Job(
         tmp_path_factory.mktemp("aurora"), 2, AURORA_MODELS="FLUX.1-dev:24 SD3.5:38", AURORA_CCL_OP_SYNC="0"
     ).with_synthetic_records()
-    return job, job.run(FAILING="nodes-2/SD3.5-768/fast")
+    return job, job.run(FAILING="nodes-2/SD3.5-768")
 
 
 @pytest.mark.slow  # a job with one cell is below
@@ -89,23 +89,20 @@ def test_all_cells_run_and_a_failed_one_does_not_stop_the_others(campaign: tuple
     """The defaults are two node counts, all modes, three resolutions and three models for quality."""
     job, done = campaign
     settings = [f"{model}-{size}" for model in ("FLUX.1-dev", "SD3.5") for size in (768, 1536, 2304)]
-    expected = {
-        f"nodes-{nodes}/{cell}"
-        for nodes in (1, 2)
-        for cell in ("probe", "a2a", *(f"{setting}/{mode}" for setting in settings for mode in MODES))
-    } | {f"quality/{model}" for model in ("FLUX.1-dev", "SD3.5", "Qwen-Image")}
+    expected = {f"nodes-{nodes}/{cell}" for nodes in (1, 2) for cell in ("probe", "a2a", *settings)}
+    expected |= {f"quality/{model}" for model in ("FLUX.1-dev", "SD3.5", "Qwen-Image")}
     assert {*(job.out / "cells").read_text().split()} == expected
     rows = job.steps()
     every = {f"nodes-{nodes}/{setting}/{mode}" for nodes in (1, 2) for setting in settings for mode in MODES}
-    assert rows.keys() == every - {"nodes-2/SD3.5-768/fast"}
+    assert rows.keys() == every - {f"nodes-2/SD3.5-768/{mode}" for mode in MODES}
     assert "module load frameworks/2025.3.1" in done.stdout
 
     assert done.returncode == 1
     *_, listed, summary = done.stdout.splitlines()
-    assert listed == "nodes-2/SD3.5-768/fast: failed, exit status 3"
-    assert summary.startswith("54 of 55 cells are complete")
-    assert "a tile was lost" in (job.out / "nodes-2/SD3.5-768/fast/log").read_text()
-    assert job.status("nodes-2/SD3.5-768/paper") == "0"
+    assert listed == "nodes-2/SD3.5-768: failed, exit status 3"
+    assert summary.startswith("18 of 19 cells are complete")
+    assert "a tile was lost" in (job.out / "nodes-2/SD3.5-768/log").read_text()
+    assert job.status("nodes-2/SD3.5-1536") == "0"
     assert rows["nodes-1/SD3.5-768/paper"] == ["2", "1", "0.5", "2.00", "0.60", "1", "equal"]
     assert (job.out / "quality/SD3.5/result.json").exists()
 
@@ -128,32 +125,28 @@ def test_ranks_have_the_variables_of_torchrun(campaign: tuple) -> None:
 
 
 @pytest.mark.slow  # a job with one cell is below
-def test_stock_runs_once_per_setting(campaign: tuple) -> None:
+def test_all_modes_of_a_setting_are_compared_at_once(campaign: tuple) -> None:
     job, _ = campaign
-    lines = {mode: shlex.split((job.out / f"nodes-2/SD3.5-2304/{mode}/arguments").read_text()) for mode in MODES}
-    stocks = [line[0] for line in lines.values()]
-    assert stocks[0] == "None"  # the first mode runs stock, the others reuse it
-    assert {Path(stock).parent for stock in stocks[1:]} == {job.out / "nodes-2/SD3.5-2304"}
-    for mode, line in lines.items():
-        options = dict(zip(line[1::2], line[2::2], strict=True))
-        assert options["--cocodiff_mode"] == mode
-        # The greatest common divisor of 4 ranks and 38 heads is 2; the ring degree is 4 / 2.
-        assert (options["--ulysses_degree"], options["--ring_degree"]) == ("2", "2")
-        assert (options["--height"], options["--width"], options["--num_inference_steps"]) == ("2304", "2304", "50")
+    modes, *line = shlex.split((job.out / "nodes-2/SD3.5-2304/arguments").read_text())
+    assert modes == ",".join(MODES)
+    options = dict(zip(line[::2], line[1::2], strict=True))
+    # The greatest common divisor of 4 ranks and 38 heads is 2; the ring degree is 4 / 2.
+    assert (options["--ulysses_degree"], options["--ring_degree"]) == ("2", "2")
+    assert (options["--height"], options["--width"], options["--num_inference_steps"]) == ("2304", "2304", "50")
 
 
 @pytest.mark.slow  # a job with one cell is below
 def test_interrupted_job_is_resumed(campaign: tuple) -> None:
     job, _ = campaign
-    folder = job.out / "nodes-2/FLUX.1-dev-768/paper"
+    folder = job.out / "nodes-2/FLUX.1-dev-768"
     (folder / "status").unlink()  # as in a job that reached its time limit
     again = job.run()
     assert again.returncode == 0
     started = [line for line in again.stdout.splitlines() if line.endswith(": started")]
-    assert started == ["nodes-2/FLUX.1-dev-768/paper: started", "nodes-2/SD3.5-768/fast: started"]
-    assert again.stdout.splitlines()[-1].startswith("55 of 55 cells are complete")
+    assert started == ["nodes-2/FLUX.1-dev-768: started", "nodes-2/SD3.5-768: started"]
+    assert again.stdout.splitlines()[-1].startswith("19 of 19 cells are complete")
     fewer = job.run(AURORA_NODES="1", AURORA_QUALITY="")  # cells of other node counts stay in the tables
-    assert fewer.stdout.splitlines()[-1].startswith("55 of 55 cells are complete")
+    assert fewer.stdout.splitlines()[-1].startswith("19 of 19 cells are complete")
 
 
 @pytest.mark.parametrize(
@@ -204,6 +197,6 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
     assert (job.out / "nodes-2/a2a/result.json").exists()
     fast = job.steps()["nodes-2/FLUX.1-dev-64/fast"]
     assert fast[0] == "4" and float(fast[5]) < 1 and float(fast[6]) > 0
-    [_, ours] = json.loads((job.out / "nodes-2/FLUX.1-dev-64/fast/result.json").read_text())["runs"]
+    [_, ours] = json.loads((job.out / "nodes-2/FLUX.1-dev-64/result.json").read_text())["runs"]
     assert ours["topology"] == "node=2,tile=2"  # environment.sh says that tiles are devices
-    assert (job.out / "nodes-2/FLUX.1-dev-64/fast/report.html").exists()
+    assert (job.out / "nodes-2/FLUX.1-dev-64/report.html").exists()

@@ -134,7 +134,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif program.startswith("scripts/"):
         assert (REPOSITORY / program).is_file(), program
     else:
-        assert program in ("pip", "module", ".", "hf", "qsub", "export"), program
+        assert program in ("pip", "module", ".", "hf", "qsub", "export", "scp"), program
 
 
 def parse_xdit_arguments(options: argparse.Namespace) -> int:
@@ -212,7 +212,7 @@ def test_pictures_equal_the_output_of_their_scripts() -> None:
 def runnable(page: str, *programs: str) -> Iterator[str]:
     """Yield the blocks of a page that start with one of these programs and can run on this machine."""
     for block in fenced(REPOSITORY / page, "bash"):
-        if commands(block)[0][0] in programs and "--emulate" not in block and "NODE" not in block:
+        if commands(block)[0][0] in programs and "emulated_cluster" not in block and "NODE" not in block:
             yield block
 
 
