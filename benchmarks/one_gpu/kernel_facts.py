@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import bare_runtime
-from benchmarks import kernels as bench
+from benchmarks.one_gpu import kernel_calls as bench
 from benchmarks.one_gpu.measuring import NotAvailableError, Setting
 from benchmarks.one_gpu.runner import Row
 from xfuser_cocodiff.engine.codec import kernels

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-import xfuser_cocodiff
-
 Callback = Callable[[int, torch.Tensor], torch.Tensor]
 _Strike = Callable[["Target", torch.Tensor], torch.Tensor | None]
 PAUSE_SECONDS = 1.0
@@ -44,8 +42,6 @@ class Target:
     """Whether the fault strikes this rank."""
     pipe: Any
     """Pipeline of the request."""
-    reconfigure: Callable[[], None]
-    """Starts a new session with the options of the request."""
 
 
 Inject = Callable[[Target], contextlib.AbstractContextManager[Callback | None]]
@@ -134,14 +130,6 @@ def _in_layer(error: type[BaseException], target: Target) -> Iterator[Callback |
         hook.remove()
 
 
-@contextlib.contextmanager
-def _reinstall(target: Target) -> Iterator[None]:
-    xfuser_cocodiff.uninstall()
-    xfuser_cocodiff.install()
-    target.reconfigure()
-    yield
-
-
 _LOST = "rank {victim} is lost or unresponsive"
 KINDS = {
     "callback_error": Kind(_raising(ValueError), "ValueError"),
@@ -149,7 +137,6 @@ KINDS = {
     "interrupt_in_layer": Kind(functools.partial(_in_layer, KeyboardInterrupt), "KeyboardInterrupt"),
     "out_of_memory": Kind(functools.partial(_in_layer, torch.OutOfMemoryError), "OutOfMemoryError"),
     "nan_on_one_rank": Kind(_at_step(_nan), is_comparable=False),
-    "reinstall": Kind(_reinstall),
     "paused_rank": Kind(_on_victim(_pause)),
     "raises_alone": Kind(_raising(ValueError, alone=True), "rank {victim} is alive", ends_job=True),
     "killed": Kind(_on_victim(lambda: os.kill(os.getpid(), signal.SIGKILL)), _LOST, ends_job=True),

@@ -208,8 +208,7 @@ class _Engines:
             if fault is None:
                 outcome.digest = engine.run(request.inputs)
             else:
-                reconfigure = lambda: engine.configure(self._settings.arguments(request))  # noqa: E731
-                target = Target(fault, self._rank == fault.victim, engine.pipe, reconfigure)
+                target = Target(fault, self._rank == fault.victim, engine.pipe)
                 with KINDS[fault.kind].inject(target) as callback:
                     outcome.digest = engine.run(request.inputs, callback)
         except BaseException as error:

@@ -6,12 +6,11 @@ Hugging Face; those of all but SD3.5 equal the defaults of diffusers 0.42.1, and
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE, CROSS_TEXT, IMAGE, JOINT, ROW, TEXT, LayerKind
+from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE, LayerKind
 
 PIXELS_PER_TOKEN = 16
 """Pixels per side of a token: all models have a VAE of factor 8 and patches of 2x2 latents."""
@@ -90,21 +89,11 @@ class Workload:
         return self.image_tokens(resolution) + self.text_tokens
 
     @property
-    def projections(self) -> float:
-        """Cost of all linear layers of an average layer for an image token, in projections from width to width."""
-        counts = {IMAGE: 1.0, JOINT: 1.0, TEXT: 0.0, CROSS_TEXT: 0.0, ROW: 0.0}
-        return self.linear_flops(counts) / self.layers / (2 * self.width**2)
-
-    @property
     def weight_bytes(self) -> float:
         """Bytes of the weights of all linear layers in bf16: 96 to 100 % of the model."""
         works = ((kind.count, work) for kind in self.kinds for work in kind.parts)
         values = sum(count * each.inputs * each.outputs for count, work in works for each in work.linear)
         return BYTES_PER_VALUE * values * self.width**2
-
-    def linear_flops(self, counts: Mapping[str, float]) -> float:
-        """Return the FLOPs of the linear layers of all layers, for the number of tokens by kind."""
-        return sum(kind.count * work.flops(counts, self.width) for kind in self.kinds for work in kind.parts)
 
     def attention_flops(self, tokens: float, attended: float, heads: float) -> float:
         """Return the FLOPs of attention in one layer: the scores and their product with V.

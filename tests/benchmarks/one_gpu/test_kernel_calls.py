@@ -1,11 +1,11 @@
-"""Times of kernels: bytes, rows and the printed table."""
+"""Calls of the kernels: bytes, and what a layer sends."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from benchmarks import kernels as bench
+from benchmarks.one_gpu import kernel_calls as bench
 from tests.engine.codec.case import DEVICE
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
@@ -13,23 +13,17 @@ from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 SMALL = dataclasses.replace(WORKLOADS["flux.1-dev"], heads=8, head_dim=16, text_tokens=8)
 
 
-def test_rows_count_the_bytes_that_kernels_read_and_write(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(bench.WORKLOADS, "small", SMALL)
-    monkeypatch.setattr(bench, "_host_seconds", lambda call: (call(), 1e-3)[1])
-    record = bench.measure(DEVICE, 4, [("small", 64)])
+def test_calls_count_the_bytes_that_kernels_read_and_write() -> None:
     tensor = 24 * 8 * 16 * 2 // 4  # per rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
     crossing = tensor // 2
     rows = crossing // 2 // 32  # one for two of six tokens
     payload = 2 * -(-rows // 8) * 32 + rows + 8  # two bytes hold 8 rows at 2 bits; each row has a scale; and a gain
     references = crossing // 2 + rows  # in 8 bits: the last two, and the next
+    calls = bench.kernel_calls(SMALL, 64, 4, DEVICE)
     expected = crossing + 3 * references + payload
-    assert {row["kernel"]: row["bytes"] for row in record["rows"]} == {"encode": expected, "decode": expected}
-    assert [row["ratio_to_copy"] for row in record["rows"]] == [1, 1]
-    assert record["host_seconds"] == dict.fromkeys(bench.MODES, 1e-3)
-    bench.show(record)
-    assert "all-to-alls in mode balanced: 1.00 ms" in capsys.readouterr().out
+    assert {each.name: each.nbytes for each in calls} == {"encode": expected, "decode": expected}
+    for each in (*calls, bench.copy_of(expected, DEVICE)):
+        each.call()
 
 
 @pytest.mark.parametrize("degree", [2, 4])

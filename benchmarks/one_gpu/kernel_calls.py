@@ -1,21 +1,10 @@
-"""Kernels of the codecs relative to a copy on the same device, and the host time of a layer's all-to-alls.
+"""Calls of the codecs' kernels, a copy of as many bytes, and the all-to-alls of a layer without communication."""
 
-On an accelerator, times of the device are measured, with caches flushed before each call; `benchmarks.one_gpu` measures
-more there.
-"""
-
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
 import torch
-from torch.utils import benchmark
 
-from benchmarks import command_line
-from xfuser_cocodiff.cli.output import write_json
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.codec.codec import Codec
@@ -30,17 +19,10 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
-from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
-from xfuser_cocodiff.xdit.platforms.platform import compute_device
+from xfuser_cocodiff.lab.simulation.workloads import Workload
 
-CASES = (("flux.1-dev", 1024), ("qwen-image", 2304))
-"""Models and image sizes in pixels."""
-DEGREES = (2, 4, 6, 8, 12, 24)
-"""Ulysses degrees that divide the heads of both models, on two nodes."""
 NODES = 2
 """Size of the slow axis."""
 BITS = 2
@@ -49,8 +31,6 @@ MODES = ("exact", "balanced", "fast")
 """Modes whose all-to-alls are timed."""
 STEPS = 50
 """Number of steps of the run whose later layers are timed."""
-HOST_TOKENS = 2
-"""Tokens per rank for host time: so few that launches dominate."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +43,6 @@ class Timed:
     """The call."""
     nbytes: int
     """Minimum memory traffic: each tensor read or written once."""
-
-
-def measure(device: torch.device, degree: int, cases: Sequence[tuple[str, int]] = CASES) -> dict[str, Any]:
-    """Time each kernel and a copy of as many bytes, and the host time of a layer's all-to-alls in each mode.
-
-    Args:
-        device: device to measure.
-        degree: Ulysses degree, on NODES nodes.
-        cases: names of workloads and image sizes in pixels.
-    """
-    rows = []
-    for name, resolution in cases:
-        for work in kernel_calls(WORKLOADS[name], resolution, degree, device):
-            seconds, copied = (seconds_of(each.call, device) for each in (work, copy_of(work.nbytes, device)))
-            row = {"model": name, "resolution": resolution, "kernel": work.name, "bytes": work.nbytes}
-            rows.append({**row, "seconds": seconds, "ratio_to_copy": copied / seconds})
-    calls = layer_calls(WORKLOADS[cases[0][0]], HOST_TOKENS, degree, device)
-    on_host = {mode: _host_seconds(call) for mode, call in calls.items()}
-    return {**host.header(), "kernels": kernels.backend_for(device), "rows": rows, "host_seconds": on_host}
-
-
-def show(record: dict[str, Any]) -> None:
-    """Print a record."""
-    print(f"kernels ({record['kernels']}): MB, us, bandwidth relative to a copy")
-    for row in record["rows"]:
-        figures = f"{row['bytes'] / 1e6:7.1f} {1e6 * row['seconds']:9.0f} {row['ratio_to_copy']:6.2f}"
-        print(f"{row['model']:>12} {row['resolution']:>5} px {row['kernel']} {figures}")
-    for mode, seconds in record["host_seconds"].items():
-        print(f"host time of a layer's all-to-alls in mode {mode}: {1e3 * seconds:.2f} ms, without communication")
 
 
 def kernel_calls(
@@ -197,38 +148,3 @@ def _layer_all_to_alls(
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
     """Return O of an attention that takes no time."""
     return query
-
-
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call: on the device, or on the host, which is the same on a CPU."""
-    if not devices.capabilities(device.type).is_asynchronous:
-        return _host_seconds(call)
-    from triton.testing import do_bench  # which flushes the cache before each call
-
-    return do_bench(call, return_mode="median") / 1e3
-
-
-def _host_seconds(call: Callable[[], object], repeats: int = 5) -> float:
-    timer = benchmark.Timer("call()", globals={"call": call})
-    return median(timer.blocked_autorange(min_run_time=0.1).median for _ in range(repeats))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on one device, and return the exit status."""
-    parser = command_line.new_parser("kernels", "Kernels of the codecs on one device, and a layer's host time.")
-    command_line.add_json(parser)
-    parser.add_argument("--degree", type=int, default=8, choices=DEGREES, help="Ulysses degree (%(default)s)")
-    parser.add_argument("--kernels", default="auto", choices=kernels.CHOICES, help="(%(default)s)")
-    return command_line.run(parser, _measure_on_device, argv)
-
-
-def _measure_on_device(options: argparse.Namespace) -> int:
-    kernels.use(options.kernels)
-    record = measure(compute_device(), options.degree)
-    show(record)
-    write_json(options, record)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
