@@ -15,6 +15,7 @@ BAD = [
     *([*PLAN, "--profile", "/nowhere.json"], [*PLAN, "--profile", "/"], [*PLAN, "--profile", "x" * 5000]),
     *(["probe", "--timeout", value] for value in ("-1", "ten", "0", "nan", "1e300", "inf")),
     ["probe", "--topology", "rack=1"],
+    *(["quality", "--seeds", "0"], ["quality", "--steps", "x"], ["quality", "--dtype", "half"]),
     *(["env", "--degree", "0"], ["env", "--degree", "x"], ["env", "--typo"], ["typo"]),
 ]
 

@@ -3,12 +3,11 @@
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.output import fail, write_json
+from xfuser_cocodiff.cli.output import fail, silence_libraries, write_json
 from xfuser_cocodiff.engine.topology.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     Returns:
         The exit status: 2 if an option is not valid, 1 if a rank has failed.
     """
-    _silence_libraries()
+    silence_libraries()
     import torch.distributed as dist
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
@@ -63,16 +62,6 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
         show(record)
         write_json(options, record)
     return 0
-
-
-def _silence_libraries() -> None:
-    """Turn off the import messages of other libraries, and their warnings on all ranks but the first."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    os.environ.setdefault("LOG_LEVEL", "warning" if is_first else "error")  # xDiT's
-    for library in ("TRANSFORMERS", "DIFFUSERS"):
-        os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    if not is_first:
-        warnings.simplefilter("ignore")
 
 
 def _topology(options: argparse.Namespace) -> Topology:

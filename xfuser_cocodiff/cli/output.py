@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
+import warnings
 from typing import Any
 
 USAGE_STATUS = 2
@@ -38,3 +40,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid are integers from 1")
     return int(text)
+
+
+def silence_libraries() -> None:
+    """Turn off the import messages of other libraries, and their warnings on all ranks but the first."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    os.environ.setdefault("LOG_LEVEL", "warning" if is_first else "error")  # xDiT's
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    if not is_first:
+        warnings.simplefilter("ignore")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.output import fail, write_json
+from xfuser_cocodiff.cli.output import fail, positive, silence_libraries, write_json
 
 VIRTUAL = "2x2"
 _FIELDS = ("cocodiff_slow_axes", "cocodiff_a2a", "cocodiff_memory_budget")
@@ -28,11 +28,11 @@ def add_parser(subparsers: Any) -> None:
         help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;predictor=0 (%(default)s)",
     )
     parser.add_argument("--prompt", nargs="+", help="prompts, used in turn (default: some that small models know)")
-    parser.add_argument("--seeds", type=int, default=16, help="number of images per mode (%(default)s)")
-    parser.add_argument("--steps", type=int, default=50, help="denoising steps of each run (%(default)s)")
+    parser.add_argument("--seeds", type=positive, default=16, help="number of images per mode (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=50, help="denoising steps of each run (%(default)s)")
     parser.add_argument("--guidance_scale", type=float, metavar="SCALE", help="default: that of the pipeline")
-    parser.add_argument("--size", type=int, default=128, help="height and width of the images in pixels (%(default)s)")
-    parser.add_argument("--frames", type=int, default=9, help="frames of videos (%(default)s)")
+    parser.add_argument("--size", type=positive, default=128, help="height and width in pixels (%(default)s)")
+    parser.add_argument("--frames", type=positive, default=9, help="frames of videos (%(default)s)")
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -54,13 +54,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    silence_libraries()
     from xfuser_cocodiff.lab.comparison import quality
 
     try:
         config = make_config(options)
         cases = quality.parse_cases(options.mode.split(","))
-        if min(options.seeds, options.steps) < 1:
-            raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
         evaluator = quality.QualityEvaluator(
             *(options.model, config, options.seeds, options.steps, options.size, quality.DTYPES[options.dtype]),
             *(options.frames, options.guidance_scale, options.prompt or quality.PROMPTS),

@@ -101,7 +101,6 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
         (["--mode", "exact"], "--mode 'exact' is not valid; valid are paper, balanced, fast"),
         (["--mode", "fast@bits=3"], "'3' is not valid for bits"),
         (["--cocodiff_virtual", "2y2"], "'2y2' is not valid"),
-        (["--seeds", "0"], "--seeds 0"),
         (["--cocodiff-memory-budget", "-1"], "--cocodiff_memory_budget: '-1' is not valid"),
         (["--cocodiff_slow_axes", "tile"], "--cocodiff_slow_axes: 'tile'"),
         (["--cocodiff_slow_axes", "gpu"], "--cocodiff_slow_axes: 'gpu'"),
