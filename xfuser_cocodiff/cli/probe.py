@@ -11,8 +11,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "probe",
         help="measure latency and bandwidth of all pairs and axes, and infer the topology",
-        description="Runs on every rank, under torchrun or scripts/emulated_cluster.sh. --cocodiff_profile reads the "
-        "file that --json writes.",
+        description="Runs on every rank, for example under torchrun --no-python. --cocodiff_profile reads the file "
+        "that --json writes.",
     )
     on_ranks.add_arguments(parser)
     parser.set_defaults(run=run, parser=parser)

@@ -1,5 +1,5 @@
-"""Measurement and demonstration: small models, emulated and simulated clusters, comparisons.
+"""Measurement and demonstration: emulated and simulated clusters, comparisons.
 
 Packages, lowest level first; each imports only those before it:
-`launching`, `reporting`, `models`, `emulation`, `probing`, `accelerator`, `simulation`, `comparison`.
+`launching`, `reporting`, `emulation`, `probing`, `accelerator`, `simulation`, `comparison`.
 """
