@@ -37,14 +37,9 @@ def at_least(lowest: float, kind: type = int) -> Callable[[str], float]:
 def run(
     parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
 ) -> int:
-    """Parse a command line, do the work, and return its exit status: 2 if it raises ValueError.
-
-    Arguments after -- are xDiT's, `xdit_arguments`.
-    """
+    """Parse a command line, do the work, and return its exit status: 2 if it raises ValueError."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    separator = argv.index("--") if "--" in argv else len(argv)
-    options = parser.parse_args(argv[:separator])
-    options.xdit_arguments = argv[separator + 1 :]
+    options = parser.parse_args(argv)
     options.command = shlex.join([*parser.prog.split(), *argv])
     try:
         return work(options)
