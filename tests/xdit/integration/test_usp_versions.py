@@ -24,6 +24,7 @@ PYTHONS = ("_replace", "_exit", "_getframe")
 """Private names of Python itself."""
 UNCHECKED = (
     *("_forward_hooks", "_forward_pre_hooks", "_diffusers_hook", "_hf_hook", "_orig_mod", "_version", "_modules"),
+    "_make",  # of named tuples
     *("_call_impl", "_torchdynamo_disable", "_name"),
     *("_C", "_attention"),
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),

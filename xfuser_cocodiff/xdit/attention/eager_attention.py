@@ -139,7 +139,8 @@ def _check(
         worthwhile = find_worthwhile(signature, session, by_heads, gathered, call.can_split_heads)
         divisions = list(worthwhile.divisions)
     output = run(BY_HEADS, in_flight)
-    agree_on_bits(signature, session, {each: equal_outputs(run(each), output) for each in divisions})
+    checked = {each: equal_outputs(run(each, counts_traffic=False), output) for each in divisions}
+    agree_on_bits(signature, session, checked)
     if worthwhile:
         choose_schedules(signature, session, worthwhile, call.stock is not None)
     return output
@@ -183,6 +184,7 @@ def _run(
     in_flight: Handle | None = None,
     codecs: LayerCodecs | None = None,
     sizes: LayerSizes | None = None,
+    counts_traffic: bool = True,
 ) -> torch.Tensor:
     """Compute attention, divided in some way, over the plugin's all-to-alls."""
     layer, (groups, gathers_kv) = session.layers.current, division
@@ -191,7 +193,8 @@ def _run(
     ring_codecs = session.ring_codecs(layer, sizes) if session.ring and sizes else None
     deferred = layer.take_deferred() if layer else []
     beside = (lambda: [each.materialize() for each in deferred]) if deferred else None
-    ulysses = UlyssesAttention(session.mesh, groups, name, in_flight, codecs, gather)
+    mesh = session.mesh if counts_traffic else session.mesh.with_separate_traffic()
+    ulysses = UlyssesAttention(mesh, groups, name, in_flight, codecs, gather)
     return ulysses.run(*inputs.tensors, inputs.attend_with(ring_codecs, name), beside)
 
 

@@ -63,16 +63,11 @@ def find_worthwhile(
         tried |= _gathers(signature, session, by_heads, gathered, tried)
     if fixed is False and not tried:
         return Worthwhile(False, False, True, ())
-    # Links differ between the Ulysses groups of a ring, and hooks of the MLP between ranks.
-    pays = [
-        not v_first,
-        not mlp,
-        any(policy.choose(size) != flat for size in nbytes),
-        *(not each for each in tried.values()),
-    ]
-    no_v_first, no_mlp, other_plan, *left_out = session.all_reduce([float(each) for each in pays], "max")
-    divisions = tuple(division for division, is_out in zip(tried, left_out, strict=True) if not is_out)
-    return Worthwhile(not no_v_first, not no_mlp, bool(other_plan), divisions)
+    # Links differ between the Ulysses groups of a ring.
+    is_flat = all(policy.choose(size) == flat for size in nbytes)
+    answers = session.all_reduce([float(each) for each in (v_first, mlp, is_flat, *tried.values())], "min")
+    divisions = tuple(division for division, pays in zip(tried, answers[3:], strict=True) if pays)
+    return Worthwhile(bool(answers[0]), bool(answers[1]), not answers[2], divisions)
 
 
 def _head_groups(
