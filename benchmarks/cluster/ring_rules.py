@@ -62,13 +62,14 @@ def residual_attention(
     attention. See :func:`gathered_attention` for the arguments.
     """
     size, merger = group.size(), _SDPAMerger(convert_to_f32=True, seq_dim=1)
-    base = torch.stack([key, value])  # stands for what both ends hold
+    values = torch.stack([key, value])
+    base = torch.empty_like(values)  # stands for what both ends hold
     # CompactFusion's `int2_quant_fastpath` computes scales of channels (2, 1, H, 1, D) and of tokens (2, B, 1, S, 1) by
     # PyTorch operators, before its kernel.
-    magnitude = (base - base).abs()
+    magnitude = (values - base).abs()
     of_channels, of_tokens = magnitude.mean((1, 3), keepdim=True), magnitude.mean((2, 4), keepdim=True)
     of_tokens = of_tokens / (of_tokens.mean((1, 2, 3, 4), keepdim=True) + 1e-6)
-    read, shapes = [base, base, of_channels, of_tokens], [(residual_bytes(base.shape),), (base.nbytes,)]
+    read, shapes = [values, base, of_channels, of_tokens], [(residual_bytes(base.shape),), (base.nbytes,)]
     message, _ = device.run_kernel(read, shapes, torch.uint8)
     for step in range(size):
         if step < size - 1:
