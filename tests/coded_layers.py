@@ -62,4 +62,6 @@ def two_nodes(device_type: str = "cpu", coding_cost: CodingCost | None = None) -
 
 def reporter(logged: list[str], mode: str = "balanced") -> LoggingReporter:
     """Return a reporter of runs on :func:`two_nodes` that adds all of its messages to a list."""
-    return LoggingReporter(mode, None, [two_nodes()], logged.append, logged.append)
+    reporter = LoggingReporter(mode, None, [two_nodes()])
+    reporter.info = reporter.warn = logged.append
+    return reporter

@@ -6,6 +6,7 @@ Graphs are traced. Only one test generates code with Inductor, which needs a C++
 import dataclasses
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks import bare_runtime
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow, slow_but
-from tests.xdit.attention.test_overlap import start, use, use_config
+from tests.xdit.attention.test_overlap import inputs_of, start, use, use_config
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
@@ -149,6 +150,61 @@ def order_of_two_layers(rank: int) -> None:
 
 def test_attention_of_independent_layers_keeps_its_order() -> None:
     ranks.run(order_of_two_layers, 2)
+
+
+class JointAttention(torch.nn.Module):
+    """An attention whose text's tokens are not divided over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        from xfuser.model_executor.layers.usp import USP
+
+        image, joint = (
+            [layer(tensor).unflatten(-1, (4, 8)).transpose(1, 2) for layer in self.projections]
+            for tensor in (hidden_states, text)
+        )
+        names = ("joint_query", "joint_key", "joint_value")
+        output = USP(*image, **dict(zip(names, joint, strict=True)), joint_strategy="rear")
+        return torch.cat([hidden_states, text], 1) + output.transpose(1, 2).flatten(2)
+
+
+def attend_in_lossy_graphs(rank: int) -> list[float]:
+    """Return the largest differences between compiled and eager steps of a lossy mode: with joint text, and with zero-
+    padded tokens."""
+    group, transformer, step = start(rank, depth=2)
+    given = inputs_of(transformer, step)
+    odd = {"hidden_states": given["hidden_states"][:, :-1], "img_ids": given["img_ids"][:-1]}
+    torch.manual_seed(0)
+    joint, text = JointAttention(), torch.randn(1, 5, 32)
+    image = torch.randn(1, 16, 32).chunk(2, 1)[rank]
+    session = use_config(group, config_of(2, "flat", mode="balanced"))
+
+    def outputs(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        session.begin_run(2)
+        with torch.no_grad():
+            for _ in range(2):
+                output = call()
+                session.end_step()
+        return output
+
+    found = []
+    for module, call in (
+        (joint, lambda: joint(image, text)),
+        (transformer, lambda: transformer(**{**given, **odd})[0]),
+    ):
+        outputs(call)  # in which layers are found
+        expected = outputs(call)
+        module.compile(backend="aot_eager")
+        found.append((outputs(call) - expected).abs().max().item())
+    return found
+
+
+def test_lossy_graphs_equal_eager_mode_with_joint_text_and_padded_tokens() -> None:
+    for joint, padded in ranks.run(attend_in_lossy_graphs, 2):
+        assert joint < 1e-3 and padded < 1e-3
 
 
 EVENTS = {

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.output import fail, write_json
+from xfuser_cocodiff.cli.output import fail, positive, write_json
+from xfuser_cocodiff.engine.compression.mode_names import MODES
 
 MACHINES = ("aurora", "dgx-h100", "pcie", "ethernet-25", "ethernet-100", "arc-b60")
-MODES = ("exact", "paper", "balanced", "fast")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
     machine.add_argument("--machine", type=_dashes, choices=MACHINES, help="known machine")
     machine.add_argument("--profile", type=Path, metavar="FILE", help="what `cocodiff probe --json` wrote on all ranks")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--nodes", type=_count, help="nodes of the machine")
-    size.add_argument("--ranks", type=_count, help="ranks of the machine, in place of nodes")
+    size.add_argument("--nodes", type=positive, help="nodes of the machine")
+    size.add_argument("--ranks", type=positive, help="ranks of the machine, in place of nodes")
     parser.add_argument("--mode", type=_dashes, choices=MODES, help="list all splits of this mode (default: all modes)")
     parser.add_argument(
         "--record",
@@ -34,9 +34,9 @@ def add_parser(subparsers: Any) -> None:
         help="folder of COCODIFF_RECORD in a run in mode balanced or fast, whose change per step sets the bits "
         "(default: the published change of FLUX.1-dev)",
     )
-    parser.add_argument("--steps", type=_count, default=28, help="denoising steps (%(default)s)")
-    parser.add_argument("--batch", type=_count, default=1, help="number of images (%(default)s)")
-    parser.add_argument("--text-tokens", type=_count, help="of the prompt (default: the pipeline's; Qwen-Image: 128)")
+    parser.add_argument("--steps", type=positive, default=28, help="denoising steps (%(default)s)")
+    parser.add_argument("--batch", type=positive, default=1, help="number of images (%(default)s)")
+    parser.add_argument("--text-tokens", type=positive, help="of the prompt (default: the pipeline's; Qwen-Image: 128)")
     parser.add_argument(
         "--tflops", type=float, help="that linear layers and attention reach; needed for step times with --profile"
     )
@@ -46,12 +46,6 @@ def add_parser(subparsers: Any) -> None:
 
 def _dashes(text: str) -> str:
     return text.lower().replace("_", "-")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid are integers from 1")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

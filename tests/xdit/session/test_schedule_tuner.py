@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.layers.schedule_candidates import PLUGIN, STOCK, ScheduleCandidates
+from xfuser_cocodiff.xdit.layers.schedule_candidates import PLUGIN, ScheduleCandidates
 from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State, rounds
@@ -23,6 +23,7 @@ from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 CPU = torch.device("cpu")
 FLAT, V_FIRST = OverlapSchedule(stock=True), OverlapSchedule(True)
 IN_TWO, IN_FOUR = V_FIRST._replace(groups=2), V_FIRST._replace(groups=4)
+STOCK = 0
 ROUNDS = (PLUGIN, STOCK, STOCK, PLUGIN, PLUGIN, STOCK, STOCK, PLUGIN)
 """Candidate of each round with two candidates."""
 

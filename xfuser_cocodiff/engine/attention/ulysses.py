@@ -39,9 +39,7 @@ gathered."""
 
 
 class UlyssesAttention:
-    """One call of Ulysses attention. :meth:`run` does all of it; the others only communicate, for custom operators.
-
-    After an error in these, call :meth:`drain`: peers still wait for the messages of this rank.
+    """One call of Ulysses attention. :meth:`run` does all of it; V may have been started before.
 
     Args:
         mesh: ranks and their topology.
@@ -92,8 +90,10 @@ class UlyssesAttention:
                 overlapped()
             for index in range(self._groups):
                 attended = attend(*self.wait_inputs(index), HeadGroup(index, self._groups))
-                self.start_output(attended, index, is_blocking=self._groups == 1)
-            return self.wait_output()
+                self._start_output(attended, index, is_blocking=self._groups == 1)
+            for handle in self._outputs:
+                handle.wait()
+            return self._result
         finally:
             self.drain()
 
@@ -150,22 +150,17 @@ class UlyssesAttention:
         query, key, value = [*self._inputs[index].wait(), *early]
         return query, key, value
 
-    def start_output(self, output: torch.Tensor, index: int, is_blocking: bool = False) -> None:
+    def _start_output(self, output: torch.Tensor, index: int, is_blocking: bool) -> None:
         """Start the all-to-all that returns O of a head group, (B, h, S, D), to the ranks of its tokens."""
         mesh, codecs = (self.gather.fast, None) if self.gather else (self._mesh, self.layer_codecs)
         if self._result is None:
-            self._result = output_like(output, self._groups, mesh.topology.size if mesh else 1)
+            (batch, heads, tokens, head_dim), ranks = output.shape, mesh.topology.size if mesh else 1
+            self._result = output.new_empty(batch, heads * self._groups * ranks, tokens // ranks, head_dim)
         label = Label("o", self._layer, HeadGroup(index, self._groups))
         if mesh is None:  # all axes are slow, and O stays on its rank
             label.head_group.of(self._result, HEADS).copy_(output)
             return
         self._outputs.append(start_heads_to_seq(output, self._result, mesh, label, codecs, is_blocking))
-
-    def wait_output(self) -> torch.Tensor:
-        """Wait for O of all head groups and return it, (B, H, S/P, D)."""
-        for handle in self._outputs:
-            handle.wait()
-        return self._result
 
     def drain(self) -> None:
         """Wait for everything that is still in flight and drop the results."""
@@ -174,9 +169,3 @@ class UlyssesAttention:
         in_flight: list[Handle[Any]] = [*early, *self._inputs, *self._outputs]
         for handle in in_flight:
             handle.drain()
-
-
-def output_like(output: torch.Tensor, groups: int, num_ranks: int) -> torch.Tensor:
-    """Return an empty tensor (B, H, S/P, D) for O of head groups (B, H/P/groups, S, D)."""
-    batch, heads, tokens, head_dim = output.shape
-    return output.new_empty(batch, heads * groups * num_ranks, tokens // num_ranks, head_dim)

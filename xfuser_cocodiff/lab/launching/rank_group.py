@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.platforms import local_device
 
 
@@ -40,6 +41,5 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
 
 def process_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the Ulysses group and the ring of this rank."""
-    from yunchang.globals import PROCESS_GROUP
-
-    return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
+    groups = host.process_groups()
+    return groups.ULYSSES_PG, groups.RING_PG

@@ -47,7 +47,7 @@ def attention(call: USPCall) -> torch.Tensor:
         *(call.dropout_p, call.is_causal, call.joint_strategy, backend, call.kv_head_repeat),
         *(tuple(tensors), tuple(numbers), tuple(constants), tuple(constants.values())),
     )
-    given = call.query, call.key, call.value, [*tensors.values()], [*numbers.values()]
+    given = call.query, call.key, call.value, [*tensors.values()], [*numbers.values()], call.padding
     return torch.ops.cocodiff.attention(*given, options, traced_path())
 
 
@@ -64,6 +64,7 @@ def _attention(
     value: torch.Tensor,
     tensors: list[torch.Tensor],
     numbers: list[int],
+    padding: int,
     options: str,
     path: str,
 ) -> torch.Tensor:
@@ -77,6 +78,7 @@ def _attention(
     call = USPCall(
         usp.USP.__wrapped__,
         session,
+        padding,
         query,
         key,
         value,
@@ -93,13 +95,18 @@ def _attention(
         return eager_attention.attend(call, None, session)[:, : query.shape[HEADS]].contiguous()
 
 
-def _fake(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return query.new_empty(query.shape)
+def _fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tensors: list[torch.Tensor], *others: Any
+) -> torch.Tensor:
+    """Return a tensor of O's shape: that of Q, with the tokens of a joint Q."""
+    names, (batch, heads, tokens, head_dim) = ast.literal_eval(others[-2])[5], query.shape
+    joint = tensors[names.index("joint_query")].shape[2] if "joint_query" in names else 0
+    return query.new_empty(batch, heads, tokens + joint, head_dim)
 
 
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, SymInt[] numbers, str options, str path) "
-    "-> Tensor",
+    "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, SymInt[] numbers, SymInt padding, "
+    "str options, str path) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # CUDA graphs would repeat the messages of one step
 )
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")

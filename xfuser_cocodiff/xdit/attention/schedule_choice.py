@@ -27,7 +27,7 @@ class Worthwhile(NamedTuple):
     mlp: bool
     """To compute an MLP parallel to attention while Q, K and V are in flight."""
     other_plan: bool
-    """To send along the topology: the plan of some message is not flat."""
+    """To send along the topology: the plan of some message is not flat, or K and V move along a ring."""
     divisions: tuple[Division, ...]
     """Other divisions than by heads, all at once."""
 
@@ -67,7 +67,7 @@ def find_worthwhile(
     is_flat = all(policy.choose(size) == flat for size in nbytes)
     answers = session.all_reduce([float(each) for each in (v_first, mlp, is_flat, *tried.values())], "min")
     divisions = tuple(division for division, pays in zip(tried, answers[3:], strict=True) if pays)
-    return Worthwhile(bool(answers[0]), bool(answers[1]), not answers[2], divisions)
+    return Worthwhile(bool(answers[0]), bool(answers[1]), not answers[2] or session.ring is not None, divisions)
 
 
 def _head_groups(

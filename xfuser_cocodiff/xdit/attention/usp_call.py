@@ -39,6 +39,8 @@ class USPCall(AttentionCall):
     """xDiT's USP."""
     session: Session
     """The active session."""
+    padding: int
+    """Number of zero-padded tokens at the end of the sequence; read when a graph is traced, not when it runs."""
     # The parameters of USP, in its order.
     query: torch.Tensor
     key: torch.Tensor
@@ -59,7 +61,7 @@ class USPCall(AttentionCall):
     def compute_by_xdit(self) -> torch.Tensor:
         """Compute it by xDiT's USP."""
         return self.original(
-            **{name: value for name, value in vars(self).items() if name not in ("original", "session")}
+            **{name: value for name, value in vars(self).items() if name not in ("original", "session", "padding")}
         )
 
     # What xDiT and this module can do with it.
@@ -111,7 +113,8 @@ class USPCall(AttentionCall):
     @property
     def stock(self) -> Callable[[], torch.Tensor] | None:
         """Computes the call as stock xDiT does; None where stock does not support it."""
-        return None if not self.session.may_run_stock or self._needs_padding(self._degree) else self._stock
+        is_padded = self.padding or self._needs_padding(self._degree)
+        return self._stock if self.session.may_run_stock and not is_padded else None
 
     def _stock(self) -> torch.Tensor:
         with all_to_all.stock():
@@ -190,7 +193,7 @@ class USPCall(AttentionCall):
             ring_codecs: codecs of K and V in the ring; None where it is lossless.
             layer: name of the layer.
         """
-        function, padding = host.usp()._get_attention_function(backend=self.backend), self.session.padding
+        function, padding = host.usp()._get_attention_function(backend=self.backend), self.padding
         ring_degree, joint = host.ring_degree(), self._joint(gather)
 
         def repeat_heads(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

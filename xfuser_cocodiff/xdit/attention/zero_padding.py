@@ -73,7 +73,7 @@ def _allow_any_rows(original: Callable) -> Callable:
     @functools.wraps(original)
     def _calc_patches_metadata(self: Any) -> None:
         session, height = getattr(self, "cocodiff", None), self.input_config.height
-        if session is None or session.mesh is None or session.uses_stock_usp or session.model != _WRAPPER:
+        if session is None or session.mesh is None or session.usp_is_unknown or session.model != _WRAPPER:
             original(self)
             return
         multiple = self.vae_scale_factor * self.backbone_patch_size * self.parallel_config.sp_degree
@@ -92,10 +92,10 @@ def _pad_tokens(original: Callable) -> Callable:
         self: Any, hidden_states: torch.Tensor, *args: Any, img_ids: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
         session, missing = active(), -hidden_states.shape[1] % host.sequence_group().world_size
-        if session.mesh is None or session.uses_stock_usp or not missing or img_ids is None:
+        if session.mesh is None or session.usp_is_unknown or not missing or img_ids is None:
             return original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         hidden_states, img_ids = (functional.pad(tensor, (0, 0, 0, missing)) for tensor in (hidden_states, img_ids))
-        session.padding = missing
+        session.pad_tokens(missing)
         try:
             output = original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         finally:

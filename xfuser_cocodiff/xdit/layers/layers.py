@@ -54,6 +54,7 @@ class Layers(LayerContext):
                 yield layer.claim_v_handle(value)
             else:
                 with layer.new_call(*arguments_of(layer.module)):
+                    layer.call.signature.structure.reaches_usp = True
                     yield None
         finally:
             self.current = None

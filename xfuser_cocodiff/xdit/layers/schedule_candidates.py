@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 
-STOCK, PLUGIN = 0, 1
-"""Indexes of the first two schedules of :class:`ScheduleCandidates`; those with head groups follow."""
+PLUGIN = 1
+"""Index of the plugin's schedule among several of :class:`ScheduleCandidates`: after the one that overlaps nothing, and
+before other divisions."""
 
 
 class ScheduleCandidates:

@@ -179,7 +179,8 @@ class PatchSet:
         self.off |= problems
         before = len(self.applied)
         for patch in needed:
-            if patch.replace and patch.feature not in self.off:
+            # A check may have imported the module, and with it applied the patch.
+            if patch.replace and patch.feature not in self.off and not self.is_applied(patch):
                 self._replace_symbol(patch, patch.replace)
         self._replace_copies([(done, done.original, done.replacement) for done in self.applied[before:]])
 

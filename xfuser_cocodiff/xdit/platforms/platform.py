@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.patching.symbol_lookup import without
@@ -208,9 +209,9 @@ def _for_device(platform: Platform) -> list[Patch]:
 def for_groups() -> list[Patch]:
     """Return the patches of process groups."""
     return [
-        _add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
+        _add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", lambda _: host.process_groups()),
         *(
-            _add(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
+            _add(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", lambda _: host.process_groups())
             for module in ("distributed.fp8_comms", "sparge_attention.head_balance")
         ),
     ]
@@ -261,9 +262,3 @@ def is_captured() -> bool:
     Called several times a layer: asking for the device would cost more host time than both of these calls.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _yunchang_groups(_: Any) -> Any:
-    from yunchang.globals import PROCESS_GROUP
-
-    return PROCESS_GROUP

@@ -1,7 +1,7 @@
 """Log messages of a session's runs: how layers are coded and the memory for it, once, and the error of every run."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
@@ -10,6 +10,7 @@ from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.compression.reference_store import ReferenceStore
 from xfuser_cocodiff.engine.compression.run_reporter import RunReporter
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
+from xfuser_cocodiff.xdit.patching import log
 
 
 class LoggingReporter(RunReporter):
@@ -19,21 +20,12 @@ class LoggingReporter(RunReporter):
         mode: mode of the runs.
         overrides: changes to its schedule, in its notation.
         partitions: slow and fast axes of the Ulysses group and of the ring; None where one has no slow axis.
-        info: logs what is normal.
-        warn: logs what a user should act on.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        overrides: str | None,
-        partitions: Iterable[AxisLayout | None],
-        info: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, mode: str, overrides: str | None, partitions: Iterable[AxisLayout | None]) -> None:
         self._mode, self._schedule = f"{mode}@{overrides}" if overrides else mode, modes.schedule_of(mode, overrides)
         self._slow_axes = dict.fromkeys(name for each in partitions if each for name in each.slow_axis_names)
-        self.info, self.warn = info, warn
+        self.info, self.warn = log.info_always, log.warn_always
         self._logged: set[str | None] = {None}
         """Messages that are not logged again."""
         self._logged_states = 0

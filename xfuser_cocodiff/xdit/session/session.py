@@ -66,12 +66,10 @@ class Session:
     """Ring over which the plugin passes K and V; None where xDiT's ring runs, or none."""
     ring_setup: CommSetup | None = None
     """Plans, link profile and tuning cache of :attr:`ring`."""
-    uses_stock_usp: bool = False
+    usp_is_unknown: bool = False
     """Whether xDiT's USP runs unchanged, since its version is unknown."""
     model: str = ""
     """Class name of the transformer."""
-    is_compiled: bool = False
-    """Whether xDiT compiles the transformer, whose computation then hides less communication."""
     padding: int = 0
     """Number of zero-padded tokens at the end of the sequence in the current call."""
     reference_check: ReferenceCheck | None = None
@@ -86,7 +84,7 @@ class Session:
     """Overlap options that are set; the others are tuned."""
     switch_layers: Callable[[bool], None] = lambda is_on: None
     """Called with whether the plugin acts in the layers; else stock's functions run there."""
-    rests: bool = False
+    layers_run_stock: bool = False
     """Whether stock runs in all layers, without any code of the plugin: nothing else is faster."""
     layers: Layers = field(init=False)
     """Attention layers."""
@@ -105,6 +103,8 @@ class Session:
         )
         self._sizes: set[int] = set()
         """Sizes of the inputs of transformers so far: layers of another size are tuned apart."""
+        self._has_padding = False
+        """Whether tokens have been padded, to which stock would attend."""
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
@@ -114,11 +114,10 @@ class Session:
 
     @property
     def may_run_stock(self) -> bool:
-        """Whether stock's attention may run where nothing else is faster: without padded tokens, which it would attend
-        to, and without options for the plugin's all-to-alls."""
+        """Whether stock's attention may run where nothing else is faster: without options for the plugin's
+        all-to-alls."""
         config = self.config
-        has_options = config is None or config.plan or config.timeout or self.overlap != Overlap()
-        return not (has_options or self.padding)
+        return not (config is None or config.plan or config.timeout or self.overlap != Overlap())
 
     @property
     def is_synchronous(self) -> bool:
@@ -163,7 +162,7 @@ class Session:
 
     def close(self) -> None:
         """Restore all modules, end all runs and the comm stream's thread, and restore Inductor's settings."""
-        self._rest(False)
+        self._set_stock(False)
         self.layers.clear()
         self.runs.clear()
         if self.mesh:
@@ -206,7 +205,7 @@ class Session:
     @property
     def is_tuned(self) -> bool:
         """Whether overlap schedules are chosen, so that later steps run as this one."""
-        return self.rests or self.schedule_tuner is None or self.schedule_tuner.state is State.CHOSEN
+        return self.layers_run_stock or self.schedule_tuner is None or self.schedule_tuner.state is State.CHOSEN
 
     def save_tuning(self) -> None:
         """Save all tuning results for the next process; one rank of each group does."""
@@ -232,22 +231,29 @@ class Session:
     def _overlaps(self) -> bool:
         """Return whether communication may overlap with computation at the moment."""
         has_ranks = self.mesh is not None and self.mesh.topology.size > 1
-        return has_ranks and not self.uses_stock_usp and self._counts_calls()
+        return has_ranks and not self.usp_is_unknown and self._counts_calls()
 
     def _before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
         """Set the run of a transformer's call, and whether the plugin acts in its layers, the same on all ranks."""
         self.runs.before_call(root, args, kwargs)
         tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
         size = sum(each.numel() for each in tensors).bit_length()
-        candidates = self._candidates() if size in self._sizes and self.runtime is None else []
+        may_run_stock = self.runs.only and self.runtime is None and not self._has_padding and size in self._sizes
+        candidates = self._candidates() if may_run_stock else []
         self._sizes.add(size)
-        self._rest(bool(candidates) and all(each.runs_stock for each in candidates))
+        self._set_stock(bool(candidates) and all(each.runs_stock for each in candidates))
 
-    def _rest(self, rests: bool) -> None:
-        if rests != self.rests:
-            self.rests = rests
-            self.switch_layers(not rests)
-            if rests:
+    def pad_tokens(self, count: int) -> None:
+        """Note that the sequence of the current call has zero-padded tokens at its end, which need the plugin."""
+        self.padding, self._has_padding = count, True
+        self._set_stock(False)
+
+    def _set_stock(self, runs_stock: bool) -> None:
+        """Let stock run in all layers, or the plugin again."""
+        if runs_stock != self.layers_run_stock:
+            self.layers_run_stock = runs_stock
+            self.switch_layers(not runs_stock)
+            if runs_stock:
                 self.layers.unwrap_layers()
 
     def begin_run(self, total: int | None = None, owner: Any = None) -> Run:
@@ -258,6 +264,10 @@ class Session:
             owner: object that ends the steps.
         """
         self._reset_branches()
+        # An interrupt may have ended the last run after different calls on each rank.
+        if self.runtime is None and not self.all_agree((sorted(self._sizes), self.layers_run_stock)):
+            self._sizes.clear()
+            self._set_stock(False)
         if self.runs.begin(run := Run(total or None, owner)):
             self._begin_tuning()
         return run
@@ -326,14 +336,12 @@ class Session:
         call = layer.call
         if call is not None and call.layer_codecs is not None:
             return call.layer_codecs
-        root = layer.root
         if self.simulator and self.simulator.is_ring:
             return self.ring_codecs(layer, sizes)
-        of_layer = layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches
-        codecs = self.runtime.layer_codecs(CodedCall(*of_layer, gathers_kv))
+        codecs = self.runtime.layer_codecs(self._coded_call(layer, sizes, gathers_kv))
         if self.reference_check:
             self.reference_check.note(layer.name, codecs, self.ranks)
-        if call is not None and codecs is not None:  # the first call of a layer is not wrapped yet
+        if call is not None and codecs is not None:  # simulated ranks make no call
             call.use_codecs(codecs, self.num_head_groups(call.schedule, codecs))
         return codecs
 
@@ -349,20 +357,22 @@ class Session:
     def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
         """Return the codecs of a layer that has gathered K and V and cannot any more; see :meth:`layer_codecs`."""
         self.runtime.store.drop(id(layer), layer.branch)
-        if layer.call is not None:
-            layer.call.layer_codecs = None
+        layer.call.layer_codecs = None
         return self.layer_codecs(layer, sizes)
 
     def ring_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
         """Return the codecs of a layer's ring in this call; see :meth:`layer_codecs`."""
         if not self._is_encoded(layer):
             return None
-        root = layer.root
-        of_layer = layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches
-        codecs = self.runtime.ring_codecs(CodedCall(*of_layer))
+        codecs = self.runtime.ring_codecs(self._coded_call(layer, sizes))
         if self.reference_check:
             self.reference_check.note(layer.name, codecs, self.ring_ranks)
         return codecs
+
+    @staticmethod
+    def _coded_call(layer: BaseLayer, sizes: LayerSizes, gathers_kv: bool = False) -> CodedCall:
+        root = layer.root
+        return CodedCall(layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches, gathers_kv)
 
     def _is_encoded(self, layer: BaseLayer | None) -> bool:
         """Return whether a layer is encoded in this call."""
@@ -413,8 +423,6 @@ def all_reduce(values: list[float], operation: str, timeout: float | None = None
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-HEAD_GROUPS_IGNORED = "--cocodiff_head_groups has no effect in compiled graphs; leave it out, or --use_torch_compile"
-"""Warning of an option that has no effect in graphs."""
 _STOCK = Session()
 """Session while xDiT has no runtime state: all communication is stock's."""
 

@@ -22,7 +22,7 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching import host
-from xfuser_cocodiff.xdit.patching.log import begin_session, info_always, info_once, warn_always, warn_once
+from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import device_memory
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
@@ -36,7 +36,7 @@ from xfuser_cocodiff.xdit.session import (
 )
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.run_report import LoggingReporter
-from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
+from xfuser_cocodiff.xdit.session.session import Session, active, all_reduce
 from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER
 
@@ -69,6 +69,7 @@ def _with_session(
         starts = engine_config is None or not session.was_just_started(engine_config, _config_of(engine_config))
         if starts:
             session.close()
+            switch_layers(True)  # also if another session than the active one had stock run
         if engine_config is not None and _config_of(engine_config):
             activate(pipeline)  # again: a Ray worker has created no config
         original(pipeline, engine_config)
@@ -82,7 +83,6 @@ def _with_session(
             session.switch_layers = switch_layers
             session.origin = engine_config, _config_of(engine_config)
             session.model = type(getattr(pipeline, "transformer", None)).__name__
-            session.is_compiled = engine_config.runtime_config.use_torch_compile
             session.select_kernels()
 
     return initialize_runtime_state
@@ -116,20 +116,20 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
     if lossless_reason:
         warn_once(lossless_reason)
         config = replace(config, mode=EXACT)
-    uses_stock_usp = not usp_versions.is_known()
-    if ring_group and is_compiled and not uses_stock_usp:
+    usp_is_unknown = not usp_versions.is_known()
+    if ring_group and is_compiled and not usp_is_unknown:
         info_once("--use_torch_compile: ring attention is xDiT's own, and lossless")
     if (config.overlap.head_groups or 1) > 1 and is_compiled:
-        warn_once(HEAD_GROUPS_IGNORED)
+        warn_once("--cocodiff_head_groups has no effect in compiled graphs; leave it out, or --use_torch_compile")
     session = create_session(
         group,
         config,
-        ring_group=None if uses_stock_usp or is_compiled else ring_group,
+        ring_group=None if usp_is_unknown or is_compiled else ring_group,
         # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
         may_gather=parallel.ring_degree == 1 and parallel.pp_degree == 1,
         values=kernel_check.value_format(pipeline),
     )
-    session.uses_stock_usp = uses_stock_usp
+    session.usp_is_unknown = usp_is_unknown
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
 
@@ -320,7 +320,7 @@ def new_runtime(
         config.schedule,
         functools.partial(reduce, operation="sum", timeout=config.timeout),
         memory_budget=config.memory_budget,
-        reporter=LoggingReporter(config.mode, config.schedule, (partition, ring_partition), info_always, warn_always),
+        reporter=LoggingReporter(config.mode, config.schedule, (partition, ring_partition)),
         ring_partition=ring_partition,
         device_memory=device_memory.reader(compute_device().type),
         min_over_ranks=functools.partial(reduce, operation="min", timeout=config.timeout),
