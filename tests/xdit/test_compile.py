@@ -285,7 +285,7 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
         assert figures[-1][0] > 0
         expected = expected or found
         assert mode == "balanced" or all(map(torch.equal, found, expected)), mode
-        assert bool(mode) == bool(active().traffic.calls)
+        assert (mode == "balanced") == bool(active().traffic.calls)  # graphs of exact have PyTorch's collectives
     return figures
 
 
