@@ -46,8 +46,6 @@ setup(
         "test": [*REPORT, *MODELS, *TEST],
         "docs": DOCS,
         "cuda": ["flash-attn"],
-        # The plugin imports neither: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
-        "intel": ["intel-extension-for-pytorch", "oneccl-bindings-for-pytorch"],
     },
     entry_points={
         "console_scripts": ["cocodiff=xfuser_cocodiff.cli:main"],
