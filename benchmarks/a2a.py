@@ -22,7 +22,7 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import machine_profile
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
 _HEAD_DIM = 8
@@ -79,7 +79,7 @@ def measure(
                     "plan": plan and str(plan),
                 }
             )
-    return {**host.header(), "topology": str(topology), "profile": profile.to_json(), "rows": rows}
+    return {**record_header.header(), "topology": str(topology), "profile": profile.to_json(), "rows": rows}
 
 
 def _by_plan(tensor: torch.Tensor, mesh: Mesh, plan: Plan) -> Any:

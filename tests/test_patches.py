@@ -321,7 +321,7 @@ def with_plugin() -> list:
     installed = activation._installed
     plug_in()
     assert install() and activation._installed is installed
-    return [before, {state.site: state.state for state in environment.patch_states()}]
+    return [before, {state.symbol: state.state for state in environment.patch_states()}]
 
 
 @pytest.mark.slow  # needs the patched copy; test_activation tests the entry point quickly

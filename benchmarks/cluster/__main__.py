@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from benchmarks.cluster import rows, variants
-    from xfuser_cocodiff.lab.reporting import host
+    from xfuser_cocodiff.lab.reporting import record_header
 
     cells = [(cell, variants.expand(cell, options.modes)) for cell in _cells(options)]
     for cell, names in cells:
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
             failures += 1
             continue
         _show(finished[-1], str(cell))
-        write_json(options, {**host.header(), "cells": finished})
+        write_json(options, {**record_header.header(), "cells": finished})
     return 1 if failures else 0
 
 

@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
         from benchmarks.soak.campaign import Campaign, Plan
         from benchmarks.soak.faults import KINDS
         from models import hub
-        from xfuser_cocodiff.lab.reporting import host
+        from xfuser_cocodiff.lab.reporting import record_header
 
         kinds = [*KINDS] if options.faults is None else options.faults
         if unknown := {*kinds} - {*KINDS}:
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("interrupted; the record has what ran so far", file=sys.stderr)
         record = campaign.record()
-        write_json(options, {**host.header(), **record})
+        write_json(options, {**record_header.header(), **record})
     print(f"seed {plan.seed}: {record['equal_requests']} requests equal {record['fresh_processes']} fresh processes")
     print(f"faults with the expected consequence: {record['faults']}")
     for when, sample in zip(("first", "last"), record["samples"][:: max(1, len(record["samples"]) - 1)], strict=False):

@@ -107,7 +107,7 @@ campaign() {
     for name in "${quality_models[@]}"; do
         "$1" "quality/$name" "${cocodiff[@]}" quality --model "$name" --cocodiff_virtual "${AURORA_VIRTUAL:-2x6x2}" \
             --steps "$steps" --seeds "${AURORA_SEEDS:-4}" --size "${AURORA_QUALITY_SIZE:-768}" \
-            --json result.json --sheet pictures.png
+            --json result.json --sheet images.png
     done
 }
 

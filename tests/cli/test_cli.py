@@ -36,7 +36,7 @@ def test_env_shows_versions_topology_and_what_is_missing(
     assert "finds no GPU" in printed["device"]
     assert "encode and decode ran" in printed["kernels"]
     assert printed.items() >= record["device"].items()
-    assert [row["site"] for row in record["patches"]] == [row.name for row in activation.patch_set().patches]
+    assert [row["symbol"] for row in record["patches"]] == [row.name for row in activation.patch_set().patches]
     assert (record["schema"], record["topology"], record["ranks_per_node"]) == (1, "node=2,gpu=6", 6)
     assert {row["state"] for row in record["patches"]} <= {"applied", "ready", "used"}
 

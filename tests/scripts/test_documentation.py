@@ -239,7 +239,7 @@ def test_the_laptop_quickstart_runs_unchanged(tmp_path: Path) -> None:
     for block in fenced(REPOSITORY / "docs/quickstart/laptop.md", "text"):
         assert block in output
     assert "bit-identical" in output
-    assert (tmp_path / "cocodiff-report/report.html").exists() and (tmp_path / "pictures.png").exists()
+    assert (tmp_path / "cocodiff-report/report.html").exists() and (tmp_path / "images.png").exists()
 
 
 @pytest.mark.slow  # test_commands_are_valid has all of them

@@ -126,7 +126,7 @@ def check_record(example: Example, folder: Path) -> None:
         layers = [status for statuses in record["layers"].values() for status in statuses]
         assert bool(layers) == bool(axes)
         assert all(status.startswith("V can go first, from ") for status in layers), layers
-    picture = Image.open(next(folder.glob("picture*.png"))).convert("RGB")
+    picture = Image.open(next(folder.glob("image*.png"))).convert("RGB")
     assert all(darkest < brightest for darkest, brightest in picture.getextrema())
 
 

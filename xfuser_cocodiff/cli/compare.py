@@ -38,8 +38,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--launcher",
         metavar="COMMAND",
-        help="command that starts the ranks instead of torchrun, such as 'mpiexec -n {ranks} --ppn 12 rank.sh'; it "
-        "must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all ranks need access to the --out "
+        help="command that starts the ranks instead of torchrun, such as 'mpiexec -n {ranks} --ppn 12 ./start_rank'; "
+        "it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all ranks need access to the --out "
         "folder",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")

@@ -29,12 +29,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.reporting import environment, host
+    from xfuser_cocodiff.lab.reporting import environment, record_header
 
     description = environment.describe(options.degree)
     facts = environment.facts(description)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:{width}}", value, sep="\n" if "\n" in value else "  ")
-    write_json(options, {**host.header(), **description})
+    write_json(options, {**record_header.header(), **description})
     return 0 if description["plugin"] == "installed" else 1

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     quality.show(record)
     write_json(options, record)
     if options.sheet:
-        quality.draw_pictures(gallery, options.sheet)
+        quality.draw_images(gallery, options.sheet)
     return 0
 
 

@@ -27,6 +27,6 @@ def test_communication_has_ranges_in_profiler_traces() -> None:
             with time_stage("node", CPU):
                 pass
     names = [one.name for one in profiler.events()]
-    ranges = [f"cocodiff.{tensors}.{part}" for tensors in "vo" for part in ("exchange", "wait")]
+    ranges = [f"cocodiff.{tensors}.{part}" for tensors in "vo" for part in ("collective", "wait")]
     assert {name: names.count(name) for name in ranges} == dict.fromkeys(ranges, 1)
     assert names.count("cocodiff.node") == 2

@@ -1,4 +1,4 @@
-"""`cocodiff compare` with a small script instead of xDiT; test_emulate has a run of the real xdit command."""
+"""`cocodiff compare` with a small script instead of xDiT; test_two_nodes compares runs of xDiT."""
 
 import functools
 import json

@@ -91,7 +91,7 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
     json.dumps(record, allow_nan=False)
     quality.show(record)
     assert "bits=8" in capsys.readouterr().out
-    quality.draw_pictures(gallery, tmp_path / "sheet.png")
+    quality.draw_images(gallery, tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size > 10000
 
 
@@ -207,7 +207,7 @@ def test_all_frames_of_videos_are_compared(model: str, tmp_path: Path, capsys) -
     assert exact["bit_equal"] and exact["ssim_mean"] == 1
     quality.show(record)
     assert "equal" in capsys.readouterr().out
-    quality.draw_pictures(gallery, tmp_path / "sheet.png")
+    quality.draw_images(gallery, tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size > 10000
 
 

@@ -1,4 +1,4 @@
-"""The recorder with schedulers and pictures on one process; test_compare has recorded runs of a command."""
+"""The recorder with schedulers and images on one process; test_compare has recorded runs of a command."""
 
 import copy
 import json

@@ -36,7 +36,7 @@ def write_records(
     mode: str | None = None,
     arguments: tuple[str, ...] = (),
 ) -> Path:
-    """Write the files of the recorder: the runs of each rank, rank 0's latents and the last rank's picture."""
+    """Write the files of the recorder: the runs of each rank, rank 0's latents and the last rank's image."""
     folder.mkdir(parents=True)
     for rank, runs in enumerate(ranks):
         engine = {"rank": rank, "ranks": len(ranks), "degree": len(ranks), "ring_degree": 1, "topology": "gpu=2"}
@@ -46,7 +46,7 @@ def write_records(
     if latents is not None:
         save_file({"latents": latents}, folder / "latents.safetensors")
     if shade is not None:
-        Image.new("RGB", (32, 24), (shade, 90, 90)).save(folder / f"picture{len(ranks) - 1}.png")
+        Image.new("RGB", (32, 24), (shade, 90, 90)).save(folder / f"image{len(ranks) - 1}.png")
     return folder
 
 
@@ -146,7 +146,7 @@ def test_record_has_the_documented_keys(tmp_path: Path) -> None:
     assert exact["latents"]["bit_equal"]
     assert exact["latents"]["max_abs"] == 0
     assert exact["latents"]["psnr_db"] is None
-    assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/picture1.png"}
+    assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/image1.png"}
 
 
 def test_chart_and_table_show_the_same_communication(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
         assert Image.open(tmp_path / "difference-exact.png").getextrema()[0] == (255, 255)
 
 
-def test_report_without_pictures_and_communication(tmp_path: Path) -> None:
+def test_report_without_images_and_communication(tmp_path: Path) -> None:
     ranks = [[run(step(0.1))]] * 2
     comparison = compared(tmp_path, ranks, ranks)
     comparison["runs"][1]["topology"] = None

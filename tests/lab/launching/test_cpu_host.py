@@ -8,12 +8,12 @@ import torch
 
 from tests import ranks
 from xfuser_cocodiff.lab.launching import cpu_host
-from xfuser_cocodiff.lab.launching.cpu_host import HostEvent
+from xfuser_cocodiff.lab.launching.cpu_host import CPUEvent
 
 
 def test_the_cpu_is_the_device_of_all_ranks() -> None:
-    host = cpu_host.host()
-    assert (host.device_type, host.backend(), host.device(3)) == ("cpu", "gloo", torch.device("cpu"))
+    cpu = cpu_host.cpu_platform()
+    assert (cpu.device_type, cpu.backend(), cpu.device(3)) == ("cpu", "gloo", torch.device("cpu"))
 
 
 def test_it_is_loaded_where_there_is_no_accelerator_only() -> None:
@@ -33,7 +33,7 @@ print("xfuser_cocodiff.lab.launching.cpu_host" in sys.modules, "xfuser_cocodiff.
 
 def test_generators_on_cuda_are_translated() -> None:
     real = torch.Generator if isinstance(torch.Generator, type(torch._C.Generator)) else torch._C.Generator
-    generator_class = cpu_host.host().generator(real)
+    generator_class = cpu_host.cpu_platform().generator(real)
     made = generator_class(device="cuda").manual_seed(3)
     expected = torch._C.Generator().manual_seed(3)
     assert torch.equal(torch.rand(4, generator=made), torch.rand(4, generator=expected))
@@ -41,7 +41,7 @@ def test_generators_on_cuda_are_translated() -> None:
 
 
 def test_a_host_event_measures_milliseconds() -> None:
-    start, end = HostEvent(enable_timing=True), HostEvent(enable_timing=True)
+    start, end = CPUEvent(enable_timing=True), CPUEvent(enable_timing=True)
     start.record()
     time.sleep(0.05)
     end.record()

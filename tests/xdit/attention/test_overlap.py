@@ -120,7 +120,7 @@ def profiler_ranges(rank: int) -> Counter[str]:
 def test_every_all_to_all_has_profiler_ranges() -> None:
     for counts in ranks.run(profiler_ranges, 2):
         for tensors, in_layer in {"v": 1, "qk": 1, "qkv": 1, "o": 2}.items():
-            for part in ("exchange", "wait"):
+            for part in ("collective", "wait"):
                 assert counts[f"cocodiff.{tensors}.{part}"] == 3 * in_layer, (tensors, part)
 
 

@@ -19,7 +19,7 @@ def test_reports_of_an_earlier_attempt_are_not_read(monkeypatch: pytest.MonkeyPa
     def report(rank: int, attempt: int) -> list[dict]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        return agreement._exchange_reports({"rank": rank, "attempt": attempt}, timedelta(milliseconds=50))
+        return agreement._gather_reports({"rank": rank, "attempt": attempt}, timedelta(milliseconds=50))
 
     with pytest.raises(RuntimeError, match=r"ranks \[0\]"):
         report(1, attempt=0)

@@ -406,9 +406,9 @@ def test_ranks_that_detect_different_topologies_are_flat() -> None:
 
 def rounds_of(rank: int, environments: list[dict[str, str]]) -> int:
     """Return the number of rounds in which ranks agree on a config."""
-    with mock.patch.object(agreement, "_exchange_reports", wraps=agreement._exchange_reports) as exchange:
+    with mock.patch.object(agreement, "_gather_reports", wraps=agreement._gather_reports) as gathered:
         config_of(rank, ULYSSES_4, environments, False)
-    return exchange.call_count
+    return gathered.call_count
 
 
 def test_ranks_agree_in_one_round() -> None:

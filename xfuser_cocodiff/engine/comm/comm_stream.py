@@ -275,7 +275,7 @@ def _in_range(work: Callable[[], T], label: Label) -> Callable[[], T]:
         return work
 
     def run() -> T:
-        with profiler_range("cocodiff", label.tensors, "exchange"):
+        with profiler_range("cocodiff", label.tensors, "collective"):
             return work()
 
     return run

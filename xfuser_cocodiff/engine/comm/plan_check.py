@@ -1,7 +1,7 @@
 """Self-check of the plans in use across the real groups: each must deliver what stock's flat all-to-all does.
 
 By definition that is, for each sender, the block that it has for the receiver. Values tell sender, receiver and
-position, so that every exchange of ranks, slots or bytes shows, and no further group is needed to compare with.
+position, so that every swap of ranks, slots or bytes shows, and no further group is needed to compare with.
 """
 
 from collections.abc import Sequence

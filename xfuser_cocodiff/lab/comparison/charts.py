@@ -1,4 +1,4 @@
-"""Draws the pictures of a report: the amplified difference of two results, contact sheets, and step time charts."""
+"""Draws the figures of a report: the amplified difference of two results, contact sheets, and step time charts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xfuser_cocodiff.lab.comparison.fidelity import read_picture
+from xfuser_cocodiff.lab.comparison.fidelity import read_image
 
 MILLISECONDS = 1000
 INK = "#7d7d7d"
@@ -20,12 +20,12 @@ _TEXT_COLORS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"
 
 
 def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
-    """Draw the absolute difference of two pictures, amplified by the largest whole factor that keeps it in range.
+    """Draw the absolute difference of two images, amplified by the largest whole factor that keeps it in range.
 
     Returns:
-        The amplification factor. Nothing is drawn if it is 0 (equal pictures) or None (pictures of different sizes).
+        The amplification factor. Nothing is drawn if it is 0 (equal images) or None (images of different sizes).
     """
-    pixels, other_pixels = read_picture(reference), read_picture(other)
+    pixels, other_pixels = read_image(reference), read_image(other)
     if pixels.shape != other_pixels.shape:
         return None
     difference = np.abs(pixels.astype(np.int16) - other_pixels.astype(np.int16))
@@ -40,10 +40,10 @@ def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
 
 
 def draw_contact_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> None:
-    """Draw a contact sheet with one labeled row of pictures per name.
+    """Draw a contact sheet with one labeled row of images per name.
 
     Args:
-        rows: by label, pictures of one size, equally many per row: uint8 (height, width, 3), or gray values in [0, 1].
+        rows: by label, images of one size, equally many per row: uint8 (height, width, 3), or gray values in [0, 1].
         out: file in any format that matplotlib writes.
     """
     from matplotlib.figure import Figure
@@ -54,10 +54,10 @@ def draw_contact_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> N
     size = 1.3 + len(first) * (inches * width / height + 0.05), len(rows) * (inches + 0.08)
     figure = Figure(figsize=size, layout="constrained")
     table = figure.subplots(len(rows), len(first), squeeze=False)
-    for cells, (label, pictures) in zip(table, rows.items(), strict=True):
+    for cells, (label, images) in zip(table, rows.items(), strict=True):
         cells[0].set_ylabel(label, rotation="horizontal", ha="right", va="center", fontsize=9, color=INK)
-        for cell, picture in zip(cells, pictures, strict=True):
-            cell.imshow(picture, cmap="gray", vmin=0, vmax=1)
+        for cell, image in zip(cells, images, strict=True):
+            cell.imshow(image, cmap="gray", vmin=0, vmax=1)
             cell.set(xticks=[], yticks=[])
             cell.spines[:].set_visible(False)
     figure.savefig(out, dpi=150, bbox_inches="tight")

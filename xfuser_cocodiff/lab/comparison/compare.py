@@ -11,7 +11,7 @@ from typing import Any
 from xfuser_cocodiff.lab.comparison import fidelity, record
 from xfuser_cocodiff.lab.comparison.launch import STOCK
 from xfuser_cocodiff.lab.launching import command_line
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class RecordedRuns:
         return self.settings["folder"] / "latents.safetensors"
 
     @property
-    def picture(self) -> Path | None:
-        """Picture of the lowest rank that saved one."""
-        files = (one["folder"] / f"picture{one['rank']}.png" for one in self.ranks)
+    def image(self) -> Path | None:
+        """Image of the lowest rank that saved one."""
+        files = (one["folder"] / f"image{one['rank']}.png" for one in self.ranks)
         return next(filter(Path.exists, files), None)
 
     @property
@@ -87,8 +87,8 @@ def compare(folders: Sequence[Path], out: Path, repeats: int) -> dict[str, Any]:
                     "record the same command twice"
                 )
     return {
-        **host.header(),
-        "host": stock.settings.get("host") or host.header()["host"],
+        **record_header.header(),
+        "host": stock.settings.get("host") or record_header.header()["host"],
         "repeats": len(stock.repeats),
         "cluster": stock.settings.get("cluster"),
         "runs": [
@@ -175,5 +175,5 @@ def _compare_latents(variant: RecordedRuns, stock: RecordedRuns) -> dict[str, An
 
 
 def _compare_images(variant: RecordedRuns, stock: RecordedRuns, out: Path) -> dict[str, Any]:
-    path = Path(os.path.relpath(variant.picture, out)).as_posix() if variant.picture else None
-    return {**fidelity.compare_pictures(stock.picture, variant.picture), "path": path}
+    path = Path(os.path.relpath(variant.image, out)).as_posix() if variant.image else None
+    return {**fidelity.compare_images(stock.image, variant.image), "path": path}

@@ -1,4 +1,4 @@
-"""Measures how close two results are: PSNR, SSIM and LPIPS of final latents and pictures."""
+"""Measures how close two results are: PSNR, SSIM and LPIPS of final latents and images."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ def psnr_db(reference: np.ndarray, other: np.ndarray, peak: float) -> float | No
 
 
 def lpips(references: np.ndarray, others: np.ndarray) -> float | None:
-    """Return the mean LPIPS (perceptual distance, AlexNet) over pictures or frames; None if it is not installed.
+    """Return the mean LPIPS (perceptual distance, AlexNet) over images or frames; None if it is not installed.
 
     Args:
         references: gray values from 0 to 1, (N, [frames,] height, width).
@@ -75,15 +75,15 @@ def _load(file: Path) -> np.ndarray:
     return load_file(file)["latents"].double().numpy()
 
 
-def compare_pictures(reference: Path | None, other: Path | None) -> dict[str, Any]:
-    """Return PSNR and SSIM of two pictures; both are None if a picture is missing or sizes differ.
+def compare_images(reference: Path | None, other: Path | None) -> dict[str, Any]:
+    """Return PSNR and SSIM of two images; both are None if an image is missing or sizes differ.
 
-    For equal pictures PSNR is None and SSIM is 1.
+    For equal images PSNR is None and SSIM is 1.
     """
     unknown = {"psnr_db": None, "ssim": None}
     if reference is None or other is None:
         return unknown
-    expected, actual = read_picture(reference), read_picture(other)
+    expected, actual = read_image(reference), read_image(other)
     if expected.shape != actual.shape:
         return unknown
     from skimage.metrics import structural_similarity
@@ -93,9 +93,9 @@ def compare_pictures(reference: Path | None, other: Path | None) -> dict[str, An
     return {"psnr_db": psnr_db(expected, actual, 255), "ssim": float(ssim)}
 
 
-def read_picture(file: Path) -> np.ndarray:
-    """Read a picture as uint8 array (height, width, 3)."""
+def read_image(file: Path) -> np.ndarray:
+    """Read an image as uint8 array (height, width, 3)."""
     from PIL import Image
 
-    with Image.open(file) as picture:
-        return np.asarray(picture.convert("RGB"))
+    with Image.open(file) as image:
+        return np.asarray(image.convert("RGB"))

@@ -1,4 +1,4 @@
-"""Combines the images or video frames that a pipeline returns into one picture."""
+"""Combines the images or video frames that a pipeline returns into one image."""
 
 from collections.abc import Sequence
 from typing import Any

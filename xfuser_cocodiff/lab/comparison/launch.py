@@ -59,7 +59,7 @@ def launch_variants(
 
     Args:
         arguments: of the xdit command, or an example script and its arguments.
-        out: folder for records, logs and pictures; created if missing.
+        out: folder for records, logs and images; created if missing.
         console: to print progress on.
         repeats: measured runs of each variant.
         modes: modes of the plugin; without any, the one that the arguments or the environment select.

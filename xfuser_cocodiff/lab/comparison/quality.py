@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import fidelity
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
 from xfuser_cocodiff.lab.launching import single_rank
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
@@ -35,7 +35,7 @@ EXCHANGES = {
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PROMPTS = ("a photo of a cat", "a photo of an astronaut", "a photo of a cup of coffee", "cell bodies")
 """Default prompts, which the small trained models know too."""
-MAX_SHEET_PICTURES = 6
+MAX_SHEET_IMAGES = 6
 _TEXT_TOKENS = 32
 
 
@@ -82,9 +82,9 @@ class QualityEvaluator:
     Args:
         model: its name in xDiT's registry.
         config: virtual ranks and all settings that the codecs share.
-        seeds: number of pictures or videos, each from a seed of its own.
+        seeds: number of images or videos, each from a seed of its own.
         steps: denoising steps of each run.
-        size: height and width of the pictures in pixels.
+        size: height and width of the images in pixels.
         dtype: of weights and activations.
         frames: of videos.
         guidance_scale: of classifier-free guidance, or of its embedding; None for the pipeline's default.
@@ -173,7 +173,7 @@ def measure(
             }
         )
         gallery[str(case)] = images.values
-    return {**host.header(), **evaluator.settings, "rows": rows}, gallery
+    return {**record_header.header(), **evaluator.settings, "rows": rows}, gallery
 
 
 def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
 
 
 def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
-    """Return the SSIM of two pictures, or its mean over the frames of two videos."""
+    """Return the SSIM of two images, or its mean over the frames of two videos."""
     from skimage.metrics import structural_similarity
 
     if reference.ndim == 3:
@@ -252,11 +252,11 @@ def _format(value: float | None, digits: str) -> str:
     return NOT_MEASURED if value is None else format(value, digits)
 
 
-def draw_pictures(gallery: Gallery, file: Path) -> None:
-    """Draw a contact sheet with some pictures of every mode, or some frames of the first video."""
+def draw_images(gallery: Gallery, file: Path) -> None:
+    """Draw a contact sheet with some images of every mode, or some frames of the first video."""
     rows = {}
     for name, images in gallery.items():
-        pictures = images if images.ndim == 3 else images[0]
-        chosen = np.linspace(0, len(pictures) - 1, min(len(pictures), MAX_SHEET_PICTURES)).round().astype(int)
-        rows[name] = pictures[chosen]
+        shown = images if images.ndim == 3 else images[0]
+        chosen = np.linspace(0, len(shown) - 1, min(len(shown), MAX_SHEET_IMAGES)).round().astype(int)
+        rows[name] = shown[chosen]
     draw_contact_sheet(rows, file)

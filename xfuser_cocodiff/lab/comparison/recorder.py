@@ -19,7 +19,7 @@ Each rank writes rank{r}.json after every run:
 
 Timed communication takes events that users' runs do without, so it is timed in one of four steps.
 
-Rank 0 also writes the final latents of the last run. Every rank that decodes writes the first picture of the last run;
+Rank 0 also writes the final latents of the last run. Every rank that decodes writes the first image of the last run;
 in some of xDiT's pipelines only the last rank decodes. A process without a pipeline, such as the launcher of the ranks,
 writes nothing.
 """
@@ -48,7 +48,7 @@ from xfuser_cocodiff.lab.comparison.instant import Instant, now, seconds_between
 from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
 from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.launching import stock_traffic
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -79,20 +79,20 @@ class Recorder:
 
     def patches(self) -> list[Patch]:
         """Return the patches that it needs in addition to those of the run tracker."""
-        pictures = self.wrap_postprocess
+        images = self.wrap_postprocess
         return [
-            Patch("diffusers.image_processor", "VaeImageProcessor.postprocess", "pictures of a run", pictures),
-            Patch("diffusers.video_processor", "VideoProcessor.postprocess_video", "videos of a run", pictures),
+            Patch("diffusers.image_processor", "VaeImageProcessor.postprocess", "images of a run", images),
+            Patch("diffusers.video_processor", "VideoProcessor.postprocess_video", "videos of a run", images),
             *stock_traffic.patches(),
         ]
 
     def wrap_postprocess(self, original: Callable) -> Callable:
-        """Wrap a function that decodes pictures, to save them."""
+        """Wrap a function that decodes images, to save them."""
 
         @functools.wraps(original)
         def postprocess(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            self.save_picture(output)
+            self.save_image(output)
             return output
 
         return postprocess
@@ -101,7 +101,7 @@ class Recorder:
         """Start a new run."""
         self.end_run()
         if not self.runs:
-            atexit.register(self.end_run)  # no picture ends the last run of a pipeline that returns latents
+            atexit.register(self.end_run)  # no image ends the last run of a pipeline that returns latents
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -162,11 +162,11 @@ class Recorder:
         """Return the runs with denoising steps; some pipelines have progress bars for other work too."""
         return [run for run in self.runs if "latents_sha256" in run]
 
-    def save_picture(self, output: Any) -> None:
+    def save_image(self, output: Any) -> None:
         """Save the images that a pipeline returns, or frames of its first video."""
         self.end_run()
-        if self.runs and (picture := image_grid(output)) is not None:
-            picture.save(self.folder / f"picture{self.rank}.png")
+        if self.runs and (image := image_grid(output)) is not None:
+            image.save(self.folder / f"image{self.rank}.png")
 
 
 def is_timed(number: int, total: int | None) -> bool:
@@ -220,7 +220,7 @@ def _process() -> dict[str, Any]:
     return {
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "arguments": sys.argv,
-        "host": host.header()["host"],
+        "host": record_header.header()["host"],
         "cluster": cluster and cluster.describe(),
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.lab.comparison import charts, summary
-from xfuser_cocodiff.lab.comparison.fidelity import read_picture
+from xfuser_cocodiff.lab.comparison.fidelity import read_image
 from xfuser_cocodiff.lab.reporting.formatting import (
     NOT_MEASURED,
     format_bytes,
@@ -20,7 +20,7 @@ from xfuser_cocodiff.lab.reporting.formatting import (
 )
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
-STEP_CHART, PICTURES = "step.svg", "pictures.png"
+STEP_CHART, IMAGES = "step.svg", "images.png"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 _FILTERS = (format_bytes, format_db, format_percent, format_seconds, sum_over_axes, summary.error_text)
 """Functions that the template uses, by their own names."""
@@ -38,7 +38,7 @@ def split_by_variant(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write(record: dict[str, Any], out: Path) -> Path:
-    """Write report.json, report.html and their pictures.
+    """Write report.json, report.html and their images.
 
     Args:
         record: of the comparison.
@@ -60,8 +60,8 @@ def write(record: dict[str, Any], out: Path) -> Path:
     environment.filters |= {function.__name__: function for function in _FILTERS}
     rows = summary.table_rows(record)
     charts.draw_step_times(record["runs"], out / STEP_CHART)
-    if pictures := _labeled_pictures(record["runs"], rows, out):
-        charts.draw_contact_sheet(pictures, out / PICTURES)
+    if images := _labeled_images(record["runs"], rows, out):
+        charts.draw_contact_sheet(images, out / IMAGES)
     content = {
         "record": record,
         "sentence": summary.sentence(record),
@@ -77,10 +77,10 @@ def write(record: dict[str, Any], out: Path) -> Path:
     return page
 
 
-def _labeled_pictures(
+def _labeled_images(
     runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, str]], out: Path
 ) -> dict[str, list[Any]]:
-    """Return each variant's picture by its label, or nothing if one is missing or sizes differ."""
+    """Return each variant's image by its label, or nothing if one is missing or sizes differ."""
     if any(run["image"]["path"] is None for run in runs):
         return {}
     labeled = {}
@@ -88,8 +88,8 @@ def _labeled_pictures(
         psnr = row["PSNR to stock"]
         quality = row["result"] if psnr in ("equal", NOT_MEASURED) else psnr
         label = run["name"] if quality == NOT_MEASURED else f"{run['name']}\n{quality}"
-        labeled[label] = [read_picture(out / run["image"]["path"])]
-    return labeled if len({picture.shape for [picture] in labeled.values()}) == 1 else {}
+        labeled[label] = [read_image(out / run["image"]["path"])]
+    return labeled if len({image.shape for [image] in labeled.values()}) == 1 else {}
 
 
 def _variant_section(record: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _variant_section(record: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def embed(file: Path) -> str:
-    """Return a picture as a data URL, so that the page needs no other file."""
+    """Return an image as a data URL, so that the page needs no other file."""
     return f"data:{_MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 

@@ -66,8 +66,8 @@ def launch_command(arguments: Sequence[str], launcher: str | None = None) -> lis
 
     Args:
         arguments: an example script and its arguments, or those of the xdit command.
-        launcher: command that starts the ranks instead of torchrun, such as "mpiexec -n {ranks} rank.sh"; {ranks} is
-            replaced by their number. It sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on each rank.
+        launcher: command that starts the ranks instead of torchrun, such as "mpiexec -n {ranks} ./start_rank"; their
+            number replaces {ranks}. It sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on each rank.
     """
     if launcher is not None:
         program = [] if is_script(arguments) else ["-m", "xfuser.runner"]

@@ -41,7 +41,7 @@ _MAX_IN_FLIGHT = 64
 """Maximum number of PipeFusion's sends in flight, more than a stage needs to be ahead of the next one."""
 
 
-class Host(Platform):
+class CPU(Platform):
     """The CPU, which all ranks share."""
 
     def device(self, index: int | None = None) -> torch.device:
@@ -49,13 +49,13 @@ class Host(Platform):
         return torch.device("cpu")
 
 
-def host() -> Host:
+def cpu_platform() -> CPU:
     """Return the CPU as a platform for xDiT."""
-    return Host(
+    return CPU(
         device_type="cpu",
         backend=lambda: dist.get_default_backend_for_device("cpu"),
         cuda={
-            "Event": HostEvent,
+            "Event": CPUEvent,
             "current_device": _constant(lambda: torch.device("cpu")),  # callers create tensors on it
             "synchronize": _constant(_nothing),
             "set_device": _constant(_nothing),
@@ -70,7 +70,7 @@ def host() -> Host:
 
 def patches() -> list[Patch]:
     """Return the patches with which xDiT runs on CPUs."""
-    cpu, envs = host(), functools.partial(Patch, "xfuser.envs", condition=platform.WITHOUT_SUPPORT)
+    cpu, envs = cpu_platform(), functools.partial(Patch, "xfuser.envs", condition=platform.WITHOUT_SUPPORT)
     return [
         envs("_is_cuda", "a CUDA build runs on a machine without a GPU", platform.never),
         envs("_is_hip", "a ROCm build runs on a machine without a GPU", platform.never),
@@ -96,8 +96,8 @@ def _nothing() -> None:
 # torch.cuda's timers and memory statistics.
 
 
-class HostEvent:
-    """A torch.cuda.Event on the clock of the host."""
+class CPUEvent:
+    """A torch.cuda.Event on the clock of the CPU."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time: float | None = None
@@ -106,15 +106,15 @@ class HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once: work on the host is synchronous."""
+        """Return at once: work on the CPU is synchronous."""
 
     def query(self) -> bool:
         return True
 
     def wait(self, *_: Any) -> None:
-        """Return at once: the host has no streams."""
+        """Return at once: the CPU has no streams."""
 
-    def elapsed_time(self, end: "HostEvent") -> float:
+    def elapsed_time(self, end: "CPUEvent") -> float:
         """Return the time from this event to `end`, in milliseconds."""
         return (end._time - self._time) * 1000
 

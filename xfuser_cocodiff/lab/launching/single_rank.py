@@ -60,7 +60,7 @@ class SingleRankPipeline:
         """Run the pipeline and return its output.
 
         Args:
-            prompts: one prompt per picture or video.
+            prompts: one prompt per image or video.
             steps: number of denoising steps.
             text_tokens: number of text tokens, if the pipeline has an argument for it.
             more: further arguments of the pipeline.

@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.probing import machine_profile, pairwise_links
 from xfuser_cocodiff.lab.probing.topology_inference import infer_topology
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 
 
 def measure(
@@ -41,7 +41,7 @@ def measure(
     profile = machine_profile.measure(mesh, device)
     ended = time.perf_counter()
     return {
-        **host.header(),
+        **record_header.header(),
         "topology_inferred": str(inferred),
         "topology": str(topology),
         "slow_axes": list(profile.slow_axes),

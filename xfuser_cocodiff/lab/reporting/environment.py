@@ -12,7 +12,7 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.engine.compression.mode_names import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import launcher
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import detected_topology, platform
@@ -20,14 +20,14 @@ from xfuser_cocodiff.xdit.settings.parsers import OFF
 from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
 _REQUIRED = ("xfuser", "torch", "diffusers", "transformers")
-_OPTIONAL = ("triton", "flash-attn", "intel-extension-for-pytorch", "oneccl", "oneccl-bindings-for-pytorch")
+_OPTIONAL = ("triton", "flash-attn", "oneccl")
 
 
 @dataclass(frozen=True)
 class PatchState:
     """State of one patch."""
 
-    site: str
+    symbol: str
     """Full name of the symbol."""
     why: str
     """Reason for the patch."""
@@ -47,7 +47,7 @@ def describe(degree: int | None = None) -> dict[str, Any]:
     folder = cache_folder(os.environ)
     is_installed = install()
     return {
-        "versions": {name: host.package_version(name) for name in (*_REQUIRED, *_OPTIONAL)},
+        "versions": {name: record_header.package_version(name) for name in (*_REQUIRED, *_OPTIONAL)},
         "plugin": "installed" if is_installed else _reason(),
         "topology": str(detected_topology.detect_topology(degree, os.environ)),
         "degree": degree,

@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN
-from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting import record_header
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED, format_bytes, format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation import assumed_change
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
@@ -135,7 +135,7 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
     if not estimates:
         raise ValueError(f"{scenario.topology} cannot be split into Ulysses groups and rings along its axes")
     return {
-        **host.header(),
+        **record_header.header(),
         "model": scenario.workload.name,
         "resolution": scenario.resolution,
         "batch": scenario.batch,

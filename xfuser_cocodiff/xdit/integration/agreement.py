@@ -105,7 +105,7 @@ def _gather(report: dict, timeout: timedelta) -> list[dict]:
         ValueError: a rank reported an error, or the ranks reported different things.
         RuntimeError: a rank did not report.
     """
-    reports = _exchange_reports(report, timeout) if dist.is_initialized() else [report]
+    reports = _gather_reports(report, timeout) if dist.is_initialized() else [report]
     errors = [each["error"] for each in reports]
     if failed := [rank for rank, error in enumerate(errors) if error is not None]:
         is_everywhere = len(failed) == len(reports) and len({*errors}) == 1
@@ -121,7 +121,7 @@ def _gather(report: dict, timeout: timedelta) -> list[dict]:
     return reports
 
 
-def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
+def _gather_reports(report: dict, timeout: timedelta) -> list[dict]:
     store, world = _get_default_store(), dist.get_world_size()
     key = _round_key(_count_rounds(store, 1))
     store.set(f"{key}/{dist.get_rank()}", json.dumps(report))

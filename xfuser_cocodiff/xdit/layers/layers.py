@@ -91,8 +91,8 @@ class Layers(LayerContext):
         module = next(module for module in running if module in root.names)
         key = root.names[module], path
         if key not in root.layers and path is None:
-            alike = [(other, name) for other, name in root.names.items() if type(other) is type(module)]
-            root.layers |= {(name, None): Layer(name, other, root, self) for other, name in alike}
+            same_type = [(other, name) for other, name in root.names.items() if type(other) is type(module)]
+            root.layers |= {(name, None): Layer(name, other, root, self) for other, name in same_type}
         elif key not in root.layers:
             root.layers[key] = BaseLayer(layer_name(root.transformer, f"{key[0]}.{path}"), root)
         return root.layers[key]

@@ -1,4 +1,4 @@
-"""What the plugin reads of xDiT while it runs, in one place, and the names that have to exist for it.
+"""What attention, layers and sessions read of xDiT, in one place, and the names that have to exist for it.
 
 The names are patches that replace nothing: one that has moved is found when the plugin is installed, rather than in the
 middle of a run. xDiT's own USP uses other names; see `session.usp_versions`.
