@@ -140,15 +140,15 @@ def _run_ranks(cluster: Cluster, command: Sequence[str]) -> int:
     threading.Thread(target=_end_with_input, daemon=True).start()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)  # for the names of `ip netns`
     namespaces.make(cluster)
-    running = {}
+    running: dict[int, tuple[int, subprocess.Popen]] = {}
     for rank in range(cluster.size):
         line = ["ip", "netns", "exec", namespaces.name(rank), *command]
         process = subprocess.Popen(line, env=environment(cluster, rank, os.environ), stdin=subprocess.DEVNULL)
-        running[process.pid] = rank
+        running[process.pid] = rank, process  # kept: Python reaps the process of an object that is gone
     while running:
         ended, status = os.wait()  # reaps orphans too, as a first process must
         code = os.waitstatus_to_exitcode(status)
-        failed = running.pop(ended, None)
+        failed, _ = running.pop(ended, (None, None))
         if failed is not None and code:
             how = f"failed with exit status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
             _print(f"rank {failed} {how}; the other ranks were stopped")
