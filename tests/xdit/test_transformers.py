@@ -273,7 +273,8 @@ def test_all_traffic_follows_the_topology(observed):
             sizes = [stage.split("=") for stage in options.stages.split(",")] if options.stages else []
             expected = {stage: held * (int(size) - 1) // int(size) for stage, size in sizes}
             assert denoising.sent_bytes == (expected or denoising.sent_bytes) != {}, (case, options)
-            assert denoising.stock_bytes == 0, (case, options)
+            may_run_stock = options.a2a == options.v_first == options.head_groups == "auto"  # timed steps choose
+            assert denoising.stock_bytes == 0 or may_run_stock, (case, options)
 
 
 def test_plan_with_kv_gathers_in_every_layer_that_can(observed):
