@@ -233,7 +233,7 @@ def run(text: str, folder: Path) -> str:
 
 @pytest.mark.slow  # test_commands_are_valid has all of them
 def test_the_laptop_quickstart_runs_unchanged(tmp_path: Path) -> None:
-    blocks = list(runnable("docs/quickstart/laptop.md", "cocodiff", "xdit"))
+    blocks = list(runnable("docs/quickstart/laptop.md", "python", "cocodiff", "xdit"))
     assert len(blocks) == 3
     output = run("\n".join(blocks), tmp_path)
     for block in fenced(REPOSITORY / "docs/quickstart/laptop.md", "text"):

@@ -107,9 +107,9 @@ def test_files_that_ranks_write_belong_to_the_user() -> None:
 
 
 WAITING = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]], start_new_session=True)
-print("here", flush=True)
+os.write(1, b"here\\n")  # at once: lines of ranks do not mix
 time.sleep(600)
 """
 

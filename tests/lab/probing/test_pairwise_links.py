@@ -180,7 +180,7 @@ def test_ranks_per_node_needs_agreeing_launchers(local: list[str], nodes: str, e
     [
         ["--preset", "aurora", "--scale", "0.5"],
         pytest.param(["--topology", "4x2", "--preset", "aurora"], marks=pytest.mark.slow),
-        pytest.param(["--preset", "flat"], marks=pytest.mark.slow),
+        pytest.param(["--topology", "flat=8", "--rates", "flat=50"], marks=pytest.mark.slow),
     ],
     ids=["2x2x2", "4x2", "flat"],
 )
