@@ -40,8 +40,9 @@ class FakeSession(Session):
         self.all_agree = all_agree
         super().__init__(runtime=runtime(**of_runtime))
         self.roots: list[RootModule] = []
+        self.layers.end_step = self._end_branches
 
-    def _reset_branches(self) -> None:
+    def _end_branches(self) -> None:
         for root in self.roots:
             root.calls = 0
 

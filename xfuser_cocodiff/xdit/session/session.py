@@ -263,7 +263,7 @@ class Session:
             total: number of steps, if it is known.
             owner: object that ends the steps.
         """
-        self._reset_branches()
+        self.layers.end_step()
         # An interrupt may have ended the last run after different calls on each rank.
         if self.runtime is None and not self.all_agree((sorted(self._sizes), self.layers_run_stock)):
             self._sizes.clear()
@@ -277,7 +277,7 @@ class Session:
         run = run or self.runs.newest
         if run not in self.runs.open:
             return
-        self._reset_branches()
+        self.layers.end_step()
         if self.runs.end_step(run):
             self._check_references()
             if self.schedule_tuner and self._counts_calls() and not is_captured():
@@ -287,7 +287,7 @@ class Session:
 
     def end_run(self, run: Run | None = None, is_complete: bool = False) -> None:
         """End an open run, the newest when not given; see :meth:`Runs.end`."""
-        self._reset_branches()
+        self.layers.end_step()
         if self.runs.end(run or self.runs.newest, is_complete):
             self._begin_tuning()
 
@@ -299,9 +299,6 @@ class Session:
         if self.reference_check and self.reference_check.is_due:
             check, self.reference_check = self.reference_check, None
             check.check()
-
-    def _reset_branches(self) -> None:
-        self.layers.end_step()
 
     # Agreement of ranks.
 
