@@ -172,7 +172,7 @@ def test_uninstall_restores_diffusers() -> None:
 
     before = patched()
     for _ in range(2):
-        assert activation.install()
+        assert xfuser_cocodiff.install()  # with the patches by which xDiT can be imported here
         activation.activate()
         for scheduler in schedulers:
             run(pipeline(scheduler()), total=3)
