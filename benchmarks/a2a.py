@@ -21,8 +21,8 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.probing import machine_profile
-from xfuser_cocodiff.lab.reporting import record_header
+from xfuser_cocodiff.tools.probing import machine_profile
+from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
 _HEAD_DIM = 8

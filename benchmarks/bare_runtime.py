@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-from xfuser_cocodiff.lab.launching import stock_traffic
-from xfuser_cocodiff.lab.launching.rank_group import process_groups, start
+from xfuser_cocodiff.tools.launching import stock_traffic
+from xfuser_cocodiff.tools.launching.rank_group import process_groups, start
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.session.session import Session
 

@@ -7,4 +7,4 @@ set -euo pipefail
 caller="$PWD"
 . "$(dirname "$0")/environment.sh"
 cd "$caller"
-exec python -m xfuser_cocodiff.lab.emulation.cluster "$@"
+exec python -m xfuser_cocodiff.tools.emulation.cluster "$@"

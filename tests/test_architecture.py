@@ -20,17 +20,17 @@ FLOORS = {
         *("settings", "patching", "platforms", "layers", "session", "attention"),
         *("run_tracking", "integration"),
     ),
-    "lab": ("launching", "reporting", "emulation", "probing", "accelerator", "simulation", "comparison"),
+    "tools": ("launching", "reporting", "emulation", "probing", "accelerator", "simulation", "comparison"),
 }
 """Packages of each floor, lowest first."""
 PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli", "benchmarks")
 """All packages, lowest first: a package may import itself and those before it."""
-ENTRY_POINTS = {"": {"engine", "xdit", "lab"}, "auto": {""}, "autoload": {""}}
+ENTRY_POINTS = {"": {"engine", "xdit", "tools"}, "auto": {""}, "autoload": {""}}
 """Top-level modules ("" is the package itself) and the modules that each may import."""
 PUBLIC = {"__version__", "install", "autoload"}
 """Names that floors may import from the top-level modules."""
 HOSTS = {"xfuser", "yunchang"}
-IMPORT_HOSTS = ("xdit.", "lab.launching.", "benchmarks.")
+IMPORT_HOSTS = ("xdit.", "tools.launching.", "benchmarks.")
 """Where the host is imported: in its integration, and where tools or benchmarks launch it."""
 
 

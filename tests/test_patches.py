@@ -315,7 +315,7 @@ def with_plugin() -> list:
 
     autoload.plug_in = record
     importlib.import_module("xfuser.runner")
-    from xfuser_cocodiff.lab.reporting import environment
+    from xfuser_cocodiff.tools.reporting import environment
     from xfuser_cocodiff.xdit.integration import activation
 
     installed = activation._installed
@@ -327,8 +327,8 @@ def with_plugin() -> list:
 @pytest.mark.slow  # needs the patched copy; test_activation tests the entry point quickly
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
 def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: str) -> None:
-    from xfuser_cocodiff.lab.launching import cpu_host
-    from xfuser_cocodiff.lab.reporting import environment
+    from xfuser_cocodiff.tools.launching import cpu_host
+    from xfuser_cocodiff.tools.reporting import environment
     from xfuser_cocodiff.xdit.attention import zero_padding
 
     (before, states), printed = call_patched(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)

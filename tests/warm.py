@@ -15,7 +15,7 @@ for name in (
     "tests.ranks",
     "tests.small_transformers",
     "tests.small_pipelines.loops",
-    "xfuser_cocodiff.lab.comparison.quality",
+    "xfuser_cocodiff.tools.comparison.quality",
     *(f"models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)

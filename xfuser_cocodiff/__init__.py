@@ -28,11 +28,11 @@ def install() -> bool:
 
     listeners, patches = [], []
     if not platform.has_accelerator():
-        from xfuser_cocodiff.lab.launching import cpu_host
+        from xfuser_cocodiff.tools.launching import cpu_host
 
         patches += cpu_host.patches()
     if folder := os.environ.get(RECORD_VARIABLE):
-        from xfuser_cocodiff.lab.comparison.recorder import Recorder
+        from xfuser_cocodiff.tools.comparison.recorder import Recorder
 
         listeners.append(recorder := Recorder(Path(folder)))
         patches += recorder.patches()

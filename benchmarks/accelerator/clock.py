@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHES, Program, RecordedCollective
 from benchmarks.accelerator.streams import Stream
 from benchmarks.accelerator.time_line import Instant
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
 
 
 class Clock:

@@ -21,7 +21,7 @@ from benchmarks.accelerator.operations import Operations
 from benchmarks.accelerator.streams import Event
 from xfuser_cocodiff.engine.codec import kernels, triton_kernels
 from xfuser_cocodiff.engine.topology import devices
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
 
 _CAPABILITIES = devices.Capabilities(uses_triton=True, has_stream_priorities=True)
 

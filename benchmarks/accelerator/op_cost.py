@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
 
 _FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"}
 """Operations without a kernel, besides views."""

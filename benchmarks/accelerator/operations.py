@@ -12,7 +12,7 @@ from benchmarks.accelerator import op_cost
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.collectives import CollectiveRecorder, pending_view
 from benchmarks.accelerator.program import LAUNCHES
-from xfuser_cocodiff.lab.accelerator.accelerators import HOST_COPY_BYTES_PER_SECOND
+from xfuser_cocodiff.tools.accelerator.accelerators import HOST_COPY_BYTES_PER_SECOND
 
 
 class Operations(TorchDispatchMode):

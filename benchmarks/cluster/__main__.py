@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict cells, and return the exit status: 1 if one could not be."""
     _silence_libraries()
     from benchmarks.cluster import variants
-    from xfuser_cocodiff.lab.simulation.machines import MACHINES
+    from xfuser_cocodiff.tools.simulation.machines import MACHINES
 
     parser = command_line.new_parser(
         "cluster",
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from benchmarks.cluster import rows, variants
-    from xfuser_cocodiff.lab.reporting import record_header
+    from xfuser_cocodiff.tools.reporting import record_header
 
     cells = [(cell, variants.expand(cell, options.modes)) for cell in _cells(options)]
     for cell, names in cells:
@@ -78,8 +78,8 @@ def _cells(options: argparse.Namespace) -> Any:
         ValueError: an option is not valid.
     """
     from benchmarks.cluster.cell import Cell
-    from xfuser_cocodiff.lab.simulation.machines import MACHINES
-    from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, find_workload
+    from xfuser_cocodiff.tools.simulation.machines import MACHINES
+    from xfuser_cocodiff.tools.simulation.workloads import PIXELS_PER_TOKEN, find_workload
 
     machines = [MACHINES[name] for name in options.machine]
     if options.launch_us is not None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from benchmarks.accelerator.program import RecordedCollective
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.simulation.machines import Machine
-from xfuser_cocodiff.lab.simulation.plan import scenario_on_nodes
-from xfuser_cocodiff.lab.simulation.scenario import Scenario
-from xfuser_cocodiff.lab.simulation.sharding import UNSUPPORTED
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
+from xfuser_cocodiff.tools.simulation.machines import Machine
+from xfuser_cocodiff.tools.simulation.plan import scenario_on_nodes
+from xfuser_cocodiff.tools.simulation.scenario import Scenario
+from xfuser_cocodiff.tools.simulation.sharding import UNSUPPORTED
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS, Workload
 
 
 @dataclass(frozen=True)

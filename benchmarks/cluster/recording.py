@@ -28,7 +28,7 @@ from benchmarks.cluster.variants import Variant
 from benchmarks.full_size import transformer as full_size
 from benchmarks.full_size.transformer import FullSizeTransformer
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.lab.simulation import assumed_change
+from xfuser_cocodiff.tools.simulation import assumed_change
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.layers import schedule_candidates

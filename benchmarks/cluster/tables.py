@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks import command_line
 from benchmarks.cluster.rows import seconds
 from benchmarks.cluster.variants import BEST_STOCK, STOCK
-from xfuser_cocodiff.lab.reporting import record_file
-from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
-from xfuser_cocodiff.lab.simulation.machines import MACHINES
+from xfuser_cocodiff.tools.reporting import record_file
+from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED
+from xfuser_cocodiff.tools.simulation.machines import MACHINES
 
 Cell = dict[str, Any]
 MODES = ("exact", "best_exact", "balanced", "best_balanced", "fast", "best_fast", "paper")

@@ -7,8 +7,8 @@ from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.rules import RULES, Rule
 from benchmarks.modes import parse_mode
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
-from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
-from xfuser_cocodiff.lab.simulation.step_time import rank_splits
+from xfuser_cocodiff.tools.simulation.sharding import ulysses_degrees
+from xfuser_cocodiff.tools.simulation.step_time import rank_splits
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit
 
 STOCK, BEST_STOCK, DEFAULT = "stock", "best_stock", "default"

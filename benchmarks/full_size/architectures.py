@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from xfuser_cocodiff.lab.simulation.workloads import Workload
+from xfuser_cocodiff.tools.simulation.workloads import Workload
 
 LAST = "last"
 """Name of the kind of a last block that differs from all others."""

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.bare_runtime import PIXELS_PER_LATENT
 from benchmarks.full_size import transformer_wrappers
-from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, Workload
+from xfuser_cocodiff.tools.simulation.workloads import PIXELS_PER_TOKEN, Workload
 
 Inputs = dict[str, Any]
 """Arguments of a transformer's forward."""

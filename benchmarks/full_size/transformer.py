@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.full_size import transformer_wrappers
 from benchmarks.full_size.architectures import ARCHITECTURES
 from benchmarks.full_size.inputs import INPUTS, Inputs, Request
-from xfuser_cocodiff.lab.simulation.workloads import Workload
+from xfuser_cocodiff.tools.simulation.workloads import Workload
 
 DTYPE = torch.bfloat16
 

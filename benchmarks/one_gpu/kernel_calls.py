@@ -21,7 +21,7 @@ from xfuser_cocodiff.engine.compression.step_codecs import StepCodecs
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.simulation.workloads import Workload
+from xfuser_cocodiff.tools.simulation.workloads import Workload
 
 NODES = 2
 """Size of the slow axis."""

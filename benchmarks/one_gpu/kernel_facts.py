@@ -23,7 +23,7 @@ from benchmarks.one_gpu.measuring import NotAvailableError, Setting
 from benchmarks.one_gpu.runner import Row
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 CASES = (("flux.1-dev", 1024, 8), ("qwen-image", 2304, 8))
 """Models, image sizes and degrees: about 7 and 33 MB of memory traffic for each kernel."""

@@ -21,7 +21,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.probing import machine_profile
+from xfuser_cocodiff.tools.probing import machine_profile
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit

@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
         from benchmarks.soak.campaign import Campaign, Plan
         from benchmarks.soak.faults import KINDS
         from models import hub
-        from xfuser_cocodiff.lab.reporting import record_header
+        from xfuser_cocodiff.tools.reporting import record_header
 
         kinds = [*KINDS] if options.faults is None else options.faults
         if unknown := {*kinds} - {*KINDS}:

@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 PACKAGE = "xfuser_cocodiff"
 FLOORS = {
     "cli": ("the command: one file per subcommand", "#f3e8ff", ()),
-    "lab": (
+    "tools": (
         "measures and demonstrates: comparison, simulation",
         "#fff4e0",
         (

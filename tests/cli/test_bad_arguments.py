@@ -3,7 +3,7 @@
 import pytest
 
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.launching import rank_group
+from xfuser_cocodiff.tools.launching import rank_group
 
 PLAN = ["plan", "--model", "flux1", "--resolution", "1024"]
 MODEL = [*PLAN, "--nodes", "1", "--machine", "aurora"]

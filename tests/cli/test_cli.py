@@ -18,8 +18,8 @@ from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.compression import codec_check
-from xfuser_cocodiff.lab.launching import rank_group
-from xfuser_cocodiff.lab.reporting import environment
+from xfuser_cocodiff.tools.launching import rank_group
+from xfuser_cocodiff.tools.reporting import environment
 from xfuser_cocodiff.xdit.integration import activation
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import compare, demo
-from xfuser_cocodiff.lab.emulation import cluster
+from xfuser_cocodiff.tools.emulation import cluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts/demo.sh"
 

@@ -13,7 +13,7 @@ from tests.engine.topology.test_planner import profile_of
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.probing import link_survey
+from xfuser_cocodiff.tools.probing import link_survey
 
 CPU = torch.device("cpu")
 MACHINE = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=1e-4, launch=1e-4)

@@ -18,7 +18,7 @@ from xfuser.config import FlexibleArgumentParser
 
 from tests import ranks
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.lab.simulation import plan
+from xfuser_cocodiff.tools.simulation import plan
 
 REPOSITORY = Path(__file__).parent.parent.parent
 README = REPOSITORY / "README.md"

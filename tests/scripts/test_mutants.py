@@ -39,7 +39,7 @@ def test_bugs_are_in_all_packages(mutants: ModuleType) -> None:
     packages = {str(Path(each.file).parent) for each in mutants.read()}
     folders = [folder for top in ("engine", "xdit") for folder in (ROOT / "xfuser_cocodiff" / top).iterdir()]
     assert {f"{each.parent.name}/{each.name}" for each in folders if (each / "__init__.py").is_file()} <= packages
-    assert {"cli", "lab"} <= {each.split("/")[0] for each in packages}
+    assert {"cli", "tools"} <= {each.split("/")[0] for each in packages}
 
 
 @pytest.mark.parametrize(

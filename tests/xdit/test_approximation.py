@@ -121,7 +121,7 @@ def run_in_sequence(rank: int) -> list[torch.Tensor]:
     return [*found, run(prompt="the moon")]
 
 
-@pytest.mark.slow  # test_short_campaign in lab/soak is quick
+@pytest.mark.slow  # test_short_campaign in tools/soak is quick
 def test_runs_do_not_depend_on_earlier_runs() -> None:
     found = ranks.run(run_in_sequence, 2)[0]
     fresh = {"a cat": found[0], "the moon": ranks.run(run_alone, 2, "the moon")[0]}
@@ -227,7 +227,7 @@ def transformer(name: str, **config: object) -> torch.nn.Module:
     ],
 )
 def test_segments_of_text_and_image(name: str, config: dict, image: tuple, tokens: int, expected: list[int]) -> None:
-    from xfuser_cocodiff.lab.comparison.segments import segments
+    from xfuser_cocodiff.tools.comparison.segments import segments
 
     shapes = {"hidden_states": torch.Size(image), "encoder_hidden_states": torch.Size((2, 32, 64))}
     assert segments(transformer(name, **config), shapes, tokens) == expected

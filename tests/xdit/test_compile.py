@@ -19,7 +19,7 @@ from tests.quick import slow, slow_but
 from tests.xdit.attention.test_overlap import inputs_of, start, use, use_config
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
+from xfuser_cocodiff.tools.comparison.stage_timer import StageTimer
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap

@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, LETTERS, Codec
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.lab.simulation import coded_bytes
+from xfuser_cocodiff.tools.simulation import coded_bytes
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.engine.compression.step_report import StepReport

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
-from xfuser_cocodiff.lab.launching import cpu_host
+from xfuser_cocodiff.tools.launching import cpu_host
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [

@@ -56,7 +56,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
 
     from tests.small_pipelines import loops
     from tests.small_transformers import prepare_ranks
-    from xfuser_cocodiff.lab.comparison.recorder import Recorder
+    from xfuser_cocodiff.tools.comparison.recorder import Recorder
     from xfuser_cocodiff.xdit.integration import activation
 
     prepare_ranks(rank, degree, cfg)

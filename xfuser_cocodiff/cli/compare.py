@@ -57,10 +57,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from rich.console import Console
 
-    from xfuser_cocodiff.lab.comparison import compare, launch, record, report
-    from xfuser_cocodiff.lab.launching import command_line
-    from xfuser_cocodiff.lab.launching.command_line import option_value
-    from xfuser_cocodiff.lab.reporting import formatting
+    from xfuser_cocodiff.tools.comparison import compare, launch, record, report
+    from xfuser_cocodiff.tools.launching import command_line
+    from xfuser_cocodiff.tools.launching.command_line import option_value
+    from xfuser_cocodiff.tools.reporting import formatting
 
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(comparison: dict[str, Any]) -> Sequence[str]:
     """Return verdicts and notes of a comparison, and its table last."""
-    from xfuser_cocodiff.lab.comparison import report, summary
+    from xfuser_cocodiff.tools.comparison import report, summary
 
     pairs, lines = report.split_by_variant(comparison), []
     for pair in pairs:

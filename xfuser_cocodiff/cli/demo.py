@@ -38,8 +38,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.emulation import cluster
-    from xfuser_cocodiff.lab.launching import command_line
+    from xfuser_cocodiff.tools.emulation import cluster
+    from xfuser_cocodiff.tools.launching import command_line
 
     arguments = options.xdit_arguments or [*ARGUMENTS]
     if not (repository := _repository()):
@@ -93,7 +93,7 @@ def _compare(options: argparse.Namespace, out: Path, modes: Sequence[str], launc
 def _topology(arguments: Sequence[str]) -> str:
     """Return the topology of all ranks: that of the arguments if it has as many, else two nodes."""
     from xfuser_cocodiff.engine.topology.topology import Topology
-    from xfuser_cocodiff.lab.launching import command_line
+    from xfuser_cocodiff.tools.launching import command_line
 
     ranks, given = command_line.num_ranks(arguments), command_line.option_value(arguments, "cocodiff_topology")
     return given if given and Topology.parse(given).size == ranks else f"node=2,gpu={ranks // 2}"

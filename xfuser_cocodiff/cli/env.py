@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.reporting import environment, record_header
+    from xfuser_cocodiff.tools.reporting import environment, record_header
 
     description = environment.describe(options.degree)
     facts = environment.facts(description)

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     import torch.distributed as dist
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
-    from xfuser_cocodiff.lab.launching import rank_group
+    from xfuser_cocodiff.tools.launching import rank_group
     from xfuser_cocodiff.xdit.settings.parsers import MAX_SECONDS
 
     try:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    from xfuser_cocodiff.lab.emulation import links
+    from xfuser_cocodiff.tools.emulation import links
     from xfuser_cocodiff.xdit.platforms import detected_topology
 
     size = int(os.environ.get("WORLD_SIZE", "1"))

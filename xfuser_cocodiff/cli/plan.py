@@ -50,7 +50,7 @@ def _dashes(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.simulation import plan
+    from xfuser_cocodiff.tools.simulation import plan
 
     names = ("model", "resolution", "nodes", "ranks", "machine", "profile", "mode", "steps", "batch", "text_tokens")
     try:

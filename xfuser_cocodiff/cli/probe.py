@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.lab.probing import link_survey
+    from xfuser_cocodiff.tools.probing import link_survey
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
         from xfuser_cocodiff.xdit.platforms.platform import compute_device

@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     silence_libraries()
-    from xfuser_cocodiff.lab.comparison import quality
+    from xfuser_cocodiff.tools.comparison import quality
 
     try:
         config = make_config(options)

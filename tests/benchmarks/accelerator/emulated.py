@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
 
 if TYPE_CHECKING:
     from benchmarks.accelerator.device import EmulatedAccelerator

@@ -10,9 +10,9 @@ from torch.nn import functional
 from benchmarks.accelerator.program import KERNEL_SECONDS, LAUNCHES
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
-from xfuser_cocodiff.lab.simulation.layers import IMAGE, JOINT, ROW, TEXT
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.tools.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
+from xfuser_cocodiff.tools.simulation.layers import IMAGE, JOINT, ROW, TEXT
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 FLUX = WORKLOADS["flux.1-dev"]
 

@@ -2,7 +2,7 @@
 
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.program import Program
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
 
 INSTANT = Accelerator("instant host", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=0.0, collective_host_seconds=0.0)
 

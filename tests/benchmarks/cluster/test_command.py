@@ -16,7 +16,7 @@ from benchmarks.cluster.variants import Variant
 from benchmarks.modes import parse_mode
 from tests.benchmarks.cluster.programs import blocks
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.simulation.machines import MACHINES
+from xfuser_cocodiff.tools.simulation.machines import MACHINES
 from xfuser_cocodiff.xdit.session.schedule_tuner import MIN_SAVING
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 

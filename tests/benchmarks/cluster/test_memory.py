@@ -29,9 +29,9 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
-from xfuser_cocodiff.lab.simulation import assumed_change
-from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
-from xfuser_cocodiff.lab.simulation.machines import MACHINES
+from xfuser_cocodiff.tools.simulation import assumed_change
+from xfuser_cocodiff.tools.simulation.communication import LayerCommunication
+from xfuser_cocodiff.tools.simulation.machines import MACHINES
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.platforms import device_memory
 from xfuser_cocodiff.xdit.session.session import Session

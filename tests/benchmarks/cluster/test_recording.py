@@ -6,8 +6,8 @@ from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import record_split
 from benchmarks.cluster.rows import RecordedVariant
 from benchmarks.cluster.variants import Variant
-from xfuser_cocodiff.lab.simulation.machines import MACHINES
-from xfuser_cocodiff.lab.simulation.step_time import estimate_step
+from xfuser_cocodiff.tools.simulation.machines import MACHINES
+from xfuser_cocodiff.tools.simulation.step_time import estimate_step
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 

@@ -17,7 +17,7 @@ from benchmarks.cluster.ring_rules import gathered_attention, residual_attention
 from benchmarks.cluster.rules import RULES, Rule
 from benchmarks.cluster.ulysses_rules import CodedUlysses, UlyssesCodes
 from tests import ranks
-from xfuser_cocodiff.lab.accelerator.accelerators import ACCELERATORS
+from xfuser_cocodiff.tools.accelerator.accelerators import ACCELERATORS
 
 NUM_LAUNCHES = {"fp4": 2 + 2, "int8": 2 + 2, "fp8": 2 + 6 + 2}
 SHAPE = (1, 24, 9216, 128)

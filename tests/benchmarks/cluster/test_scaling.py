@@ -9,8 +9,8 @@ from benchmarks.accelerator.prediction import predict
 from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHES, Program
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.rows import full_step_bytes, full_step_seconds, full_step_total
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
-from xfuser_cocodiff.lab.simulation.machines import DGX_H100
+from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.tools.simulation.machines import DGX_H100
 
 MS, KIND, COUNT, CALLS = 1e-3, "block", 40, 2
 HOST_BOUND = Accelerator("host-bound", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=MS, collective_host_seconds=0.0)

@@ -2,7 +2,7 @@
 
 from benchmarks.full_size.architectures import ARCHITECTURES
 from benchmarks.full_size.inputs import INPUTS
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 
 def test_every_workload_has_an_architecture_and_inputs() -> None:

@@ -25,9 +25,9 @@ from benchmarks.full_size.architectures import ARCHITECTURES, LAST
 from benchmarks.full_size.transformer import FullMask, FullSizeTransformer, build
 from tests import mock_device, ranks
 from tests.quick import slow, slow_but
-from xfuser_cocodiff.lab.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
-from xfuser_cocodiff.lab.simulation.sharding import shard
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.tools.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
+from xfuser_cocodiff.tools.simulation.sharding import shard
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 Shape = tuple[int, ...]
 PARAMETERS = {

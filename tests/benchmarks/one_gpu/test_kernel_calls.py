@@ -8,7 +8,7 @@ import torch
 from benchmarks.one_gpu import kernel_calls as bench
 from tests.engine.codec.case import DEVICE
 from xfuser_cocodiff.engine.topology.plans import Plan
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 SMALL = dataclasses.replace(WORKLOADS["flux.1-dev"], heads=8, head_dim=16, text_tokens=8)
 

@@ -25,7 +25,7 @@ from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.probing import machine_profile
+from xfuser_cocodiff.tools.probing import machine_profile
 
 CPU = torch.device("cpu")
 

@@ -31,7 +31,7 @@ from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.probing import link_survey
+from xfuser_cocodiff.tools.probing import link_survey
 
 CULPRIT = 2
 ABSENT = 0

@@ -21,11 +21,11 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.send_buffer import SendBuffer
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
-from xfuser_cocodiff.lab.simulation import assumed_change
-from xfuser_cocodiff.lab.simulation.layer_time import compute
-from xfuser_cocodiff.lab.simulation.scenario import Scenario
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from xfuser_cocodiff.tools.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
+from xfuser_cocodiff.tools.simulation import assumed_change
+from xfuser_cocodiff.tools.simulation.layer_time import compute
+from xfuser_cocodiff.tools.simulation.scenario import Scenario
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
 

@@ -5,7 +5,7 @@ import torch
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
 from xfuser_cocodiff.engine.topology.devices import CPU
-from xfuser_cocodiff.lab.comparison.stage_timer import StageTimer
+from xfuser_cocodiff.tools.comparison.stage_timer import StageTimer
 
 
 def test_bytes_are_those_for_other_ranks() -> None:

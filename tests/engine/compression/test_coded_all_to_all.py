@@ -31,8 +31,8 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRanks
-from xfuser_cocodiff.lab.simulation import coded_bytes
+from xfuser_cocodiff.tools.comparison.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.tools.simulation import coded_bytes
 
 BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
 STEPS = 5

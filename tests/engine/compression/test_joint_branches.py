@@ -32,7 +32,7 @@ from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.simulation import coded_bytes
+from xfuser_cocodiff.tools.simulation import coded_bytes
 
 BATCH, HEADS, TOKENS, DIM, STEPS = 2, 4, 16, 64, 7
 SCHEDULE = "first=8,bits=2"

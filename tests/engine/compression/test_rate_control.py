@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.compression.layer_state import CodedCall
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS, RateControl
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.lab.simulation.assumed_change import PUBLISHED, stretch
+from xfuser_cocodiff.tools.simulation.assumed_change import PUBLISHED, stretch
 
 TARGETS = modes.BALANCED.error, modes.FAST.error
 FIRST = 8

@@ -22,7 +22,7 @@ from xfuser_cocodiff.engine.compression.step_errors import ErrorReadout, TensorE
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.comparison.virtual_ranks import VirtualRing
+from xfuser_cocodiff.tools.comparison.virtual_ranks import VirtualRing
 
 SIZES = LayerSizes(num_values=64, num_v_values=16, row_values=8, value_bytes=4)
 

@@ -18,7 +18,7 @@ from tests.xdit.test_pipelines import MODELS, SIZE, Run, used_axes
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.launching import cpu_host
+from xfuser_cocodiff.tools.launching import cpu_host
 from xfuser_cocodiff.xdit.platforms import attention_kernels
 from xfuser_cocodiff.xdit.session.session import active, all_reduce
 

@@ -12,7 +12,7 @@ import pytest
 import xfuser_cocodiff
 from tests import ranks
 from xfuser_cocodiff import autoload
-from xfuser_cocodiff.lab.reporting import environment
+from xfuser_cocodiff.tools.reporting import environment
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.patching.symbol_lookup import without
@@ -113,13 +113,13 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
 
         import xfuser_cocodiff
         from tests.xdit.integration.snapshot import everything
-        from xfuser_cocodiff.lab.reporting import environment
+        from xfuser_cocodiff.tools.reporting import environment
         from xfuser_cocodiff.xdit.integration import activation
         from xfuser_cocodiff.xdit.session import graph_passes
         from xfuser_cocodiff.xdit.patching import log
 
         def recorded():
-            loaded = any(name.startswith("xfuser_cocodiff.lab.comparison") for name in sys.modules)
+            loaded = any(name.startswith("xfuser_cocodiff.tools.comparison") for name in sys.modules)
             reasons = {patch.why for patch in activation._installed.patches}
             return [loaded, len(activation._tracker.listeners), "stock's traffic" in reasons]
 

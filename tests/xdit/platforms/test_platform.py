@@ -210,7 +210,7 @@ def test_tensors_on_a_device_use_functional_collectives_only() -> None:
         ("engine/comm/stages.py", "all_to_all_single"),
         ("xdit/session/session.py", "all_reduce"),
         ("engine/comm/rank_results.py", "all_gather_object"),
-        ("lab/probing/pairwise_links.py", "all_gather"),
+        ("tools/probing/pairwise_links.py", "all_gather"),
     }
 
 

@@ -12,7 +12,7 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
-from xfuser_cocodiff.lab.simulation.collectives import all_to_all, coded_all_to_all, ring_gather
+from xfuser_cocodiff.tools.simulation.collectives import all_to_all, coded_all_to_all, ring_gather
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit

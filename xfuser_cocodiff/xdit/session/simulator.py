@@ -8,7 +8,7 @@ import torch
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
-_PROVIDER = "xfuser_cocodiff.lab.comparison.virtual_session"
+_PROVIDER = "xfuser_cocodiff.tools.comparison.virtual_session"
 """Module that simulates ranks. It is imported by name: the integration does not depend on the tools."""
 
 

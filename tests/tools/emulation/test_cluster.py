@@ -1,0 +1,333 @@
+"""The emulated cluster: its arithmetic, its command line, and real namespaces where this machine permits them."""
+
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tools.emulation.requirement import LAUNCHER, needs_namespaces
+from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.tools.emulation import cluster, links, namespaces
+from xfuser_cocodiff.tools.emulation.links import Cluster, Link
+from xfuser_cocodiff.tools.emulation.presets import PRESETS
+from xfuser_cocodiff.tools.simulation.machines import MACHINES
+
+DEADLINE = 120
+"""Seconds after which a test gives up: a guard against hangs, not a bound on speed."""
+
+
+def described(shape: str, **rates: float) -> Cluster:
+    """Return a cluster without creating it."""
+    topology = Topology.flat(int(shape[5:])) if shape.startswith("flat=") else Topology.parse(shape)
+    return Cluster(topology, rates, tuple(map(namespaces.address, range(topology.size))))
+
+
+# Who shares which link.
+
+
+def test_links_of_a_three_axis_topology() -> None:
+    assert described("2x3x2", node=3, gpu=2, tile=1).links(7) == (
+        Link("node", (0, 1, 2, 3, 4, 5)),
+        Link("tile", (6,)),
+        Link("gpu", (8, 9)),
+        Link("gpu", (10, 11)),
+    )
+
+
+def test_traffic_to_all_other_nodes_shares_one_link() -> None:
+    assert described("3x2", node=2, gpu=1).links(2) == (Link("node", (0, 1, 4, 5)), Link("gpu", (3,)))
+
+
+def test_links_within_one_node() -> None:
+    assert described("node=1,gpu=2,tile=3", gpu=2, tile=1).links(0) == (
+        Link("tile", (1,)),
+        Link("tile", (2,)),
+        Link("gpu", (3, 4, 5)),
+    )
+
+
+@pytest.mark.parametrize("shape", ["flat=4", "2x2"])
+def test_a_flat_rate_gives_each_rank_one_port(shape: str) -> None:
+    assert described(shape, flat=1).links(2) == (Link("flat", (0, 1, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rates"), [("2x3x2", {"node": 3.0, "gpu": 2.0, "tile": 1.0}), ("flat=3", {"flat": 1})]
+)
+def test_a_cluster_round_trips_through_its_environment_variable(shape: str, rates: dict[str, float]) -> None:
+    built = described(shape, **rates)
+    assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
+    assert links.from_environment({}) is None
+
+
+def test_presets_keep_the_ratios_of_the_real_rates() -> None:
+    aurora = PRESETS["aurora"].rates(["node", "gpu", "tile"])
+    assert aurora == pytest.approx({"node": 13.33, "gpu": 12, "tile": 148}, abs=0.01)
+    for name, preset in PRESETS.items():
+        assert Topology.parse(preset.topology).size == 8, name
+        assert set(preset.gigabytes) == {"node", "gpu", "tile"}
+
+
+def test_a_name_is_one_machine_in_emulation_and_simulation() -> None:
+    assert {*PRESETS} & {*MACHINES} == {"aurora"}
+
+
+def test_packets_are_large_on_oversubscribed_cores() -> None:
+    """0.25 ms at 148 Mbit/s are 4.6 kB and 8 ms at 12 Mbit/s are 12 kB; packets have at least 1500 bytes."""
+    for ranks, rate, packet_bytes in ((16, 12, 1500), (16, 148, 4625), (17, 12, 12_000), (17, 148, 16_000)):
+        built = described(f"flat={ranks}", flat=rate)
+        built = dataclasses.replace(built, packet_seconds=links.packet_seconds(ranks, cores=2))
+        assert built.packet_bytes("flat") == packet_bytes
+
+
+@pytest.mark.parametrize(("outside", "threads"), [({}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")])
+def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
+    built = described("node=2,gpu=3", node=1, gpu=2)
+    for rank in range(6):
+        found = cluster.environment(built, rank, {"HOME": "/", **outside})
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % 3,
+            "GROUP_RANK": rank // 3,
+            "WORLD_SIZE": 6,
+            "LOCAL_WORLD_SIZE": 3,
+        }
+        assert {name: int(found[name]) for name in numbers} == numbers
+        assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/", threads)
+        assert links.from_environment(found) == built and found["MASTER_ADDR"] == built.addresses[0]
+        assert found["GLOO_SOCKET_IFNAME"] == found["TP_SOCKET_IFNAME"] == built.interface
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--topology 2x2 --rates node=1,gpu=1", "the command after -- is not valid"),
+        ("--topology 2x2 -- true", "one of the arguments --rates --preset is required"),
+        ("--topology 2x2 --rates node=1,gpu=1 --preset sockets -- true", "not allowed with argument --rates"),
+        ("--rates flat=1 -- true", "--topology: "),
+        ("--preset mars -- true", "argument --preset: invalid choice: 'mars' (choose from "),
+        ("--topology 2x2 --rates node=1 -- true", "valid are Mbit/s of node, gpu, or of flat alone"),
+        ("--topology 2x2 --rates node=1,gpu=1,gpu=2 -- true", "valid are Mbit/s of node, gpu"),
+        ("--topology 2x2 --rates node=fast,gpu=1 -- true", "valid are Mbit/s of node, gpu"),
+        ("--topology 2x2 --rates node=0.01,gpu=1 -- true", "node=0.01 Mbit/s is not valid; valid are 0.1 to 10000"),
+        ("--preset aurora --scale 1000 -- true", "valid are 0.1 to 10000"),
+        ("--preset aurora --scale 0 -- true", "valid are 0.1 to 10000"),
+        ("--preset aurora --scale fast -- true", "argument --scale: invalid float value: 'fast'"),
+        ("--topology rack=2 --preset aurora -- true", "--topology: topology 'rack=2' has the unknown axis"),
+        ("--topology 1x1 --preset aurora -- true", "has 1 ranks; a cluster has 2 to 254"),
+        ("--topology flat=500 --rates flat=1 -- true", "has 500 ranks; a cluster has 2 to 254"),
+        ("--preset aurora --chek -- true", "unrecognized arguments: --chek"),
+        ("--preset aurora -- no-such-command", "no-such-command"),
+    ],
+)
+def test_bad_options(argv: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    with pytest.raises(SystemExit) as ended:
+        cluster.main(argv.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("emulated_cluster: error: ") and message in said
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("ip", "needs ip of the packages iproute2 and util-linux"), ("tc", "needs tc"), ("unshare", "needs unshare")],
+)
+def test_missing_programs_are_named(missing: str, words: str, capsys, tmp_path: Path, monkeypatch) -> None:
+    for name in {"ip", "tc", "unshare", "true"} - {missing}:
+        (tmp_path / name).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cluster.main(["--preset", "aurora", "--", "true"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_missing_permissions_are_reported(capsys, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "unshare").write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2; exit 1\n")
+    (tmp_path / "unshare").chmod(0o755)
+    for name in ("ip", "tc"):
+        (tmp_path / name).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cluster.main(["--preset", "aurora", "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert "needs root or user namespaces, and neither is permitted here: unshare failed: Operation not" in said
+
+
+def test_the_script_runs_commands_in_the_working_directory_of_the_caller(tmp_path: Path) -> None:
+    """Although the environment script that it sources changes the directory."""
+    scripts, caller = tmp_path / "checkout" / "scripts", tmp_path / "caller"
+    for folder in (scripts, caller, tmp_path / "bin"):
+        folder.mkdir(parents=True)
+    script = Path(__file__).parents[3] / "scripts" / "emulated_cluster.sh"
+    (scripts / script.name).write_text(script.read_text())
+    (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\npwd; printf "%s|" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", scripts / script.name, "--preset", "sockets", "--", "a command", ""],
+        cwd=caller,
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{caller}\n-m|xfuser_cocodiff.tools.emulation.cluster|--preset|sockets|--|a command||"
+
+
+# Real namespaces. Ranks run a few lines of Python.
+
+
+started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """Start launchers, and stop those that a failed test left running."""
+    yield
+    while started:
+        launcher = started.pop()
+        launcher.terminate()
+        launcher.wait(DEADLINE)
+        launcher.stdout.close()
+        launcher.stderr.close()
+
+
+def start(options: list[str], program: str, *arguments: object, launcher: list[str] = LAUNCHER) -> subprocess.Popen:
+    """Start a launcher with piped output; :func:`finish` waits for it and checks that nothing is left behind."""
+    command = [*launcher, *options, "--", sys.executable, "-c", program, *map(str, arguments)]
+    started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return started[-1]
+
+
+def finish(launcher: subprocess.Popen, status: int = 0) -> tuple[list[str], list[str]]:
+    """Wait for a launcher, check its status, and return its lines of stdout and stderr."""
+    output, error = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == status, error
+    return output.splitlines(), error.splitlines()
+
+
+MEASURING = """
+import os, sys, time, torch, torch.distributed as dist
+from xfuser_cocodiff.tools.emulation import links
+assert sorted(os.listdir("/sys/class/net")) == ["eth0", "lo"]
+dist.init_process_group("gloo")
+value = torch.full((1000,), dist.get_rank() + 1.0)
+dist.all_reduce(value)
+size = dist.get_world_size()
+assert torch.equal(value, torch.full((1000,), size * (size + 1) / 2))
+cluster = links.from_environment()
+for axis in cluster.rates:
+    sent = {}  # for each link a second's bytes, to all ranks that it leads to
+    for link in cluster.links(dist.get_rank()):
+        for peer in link.ranks if link.axis == axis else ():
+            sent[peer] = torch.zeros(round(cluster.rate(axis) * 1e6 / 8 / len(link.ranks)), dtype=torch.uint8)
+    # Before the others send: gloo announces a receive on the same connection, where it would queue behind data.
+    works = [dist.irecv(message.clone(), peer) for peer, message in sent.items()]
+    dist.barrier()
+    started = time.perf_counter()
+    for work in [*works, *(dist.isend(message, peer) for peer, message in sent.items())]:
+        work.wait()
+    sys.stdout.write(f"{axis} {time.perf_counter() - started}\\n")  # in one piece
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow  # test_transfer_time_is_bytes_over_rate_and_a_shared_link_is_divided_equally is quick
+@pytest.mark.alone
+@needs_namespaces
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--preset", "aurora", "--scale", "0.1"],
+        ["--topology", "2x2", "--rates", "node=8,gpu=20", "--scale", "1.5"],
+        ["--topology", "flat=3", "--rates", "flat=10"],
+    ],
+    ids=["aurora", "scaled", "flat"],
+)
+def test_links_have_the_requested_rates(options: list[str]) -> None:
+    output, error = finish(start(options, MEASURING))
+    assert error == []
+    seconds: dict[str, list[float]] = {}
+    for line in output:
+        if "[Gloo]" not in line:  # which PyTorch 2.8 says of its connections
+            axis, taken = line.split()
+            seconds.setdefault(axis, []).append(float(taken))
+    assert seconds
+    for found in seconds.values():
+        assert statistics.median(found) == pytest.approx(1, rel=0.15), seconds
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_transfer_time_is_bytes_over_rate_and_a_shared_link_is_divided_equally() -> None:
+    """16 KiB at 10 Mbit/s take 13 ms, also after a pause and on a warm connection. Four connections to rank 1 together
+    get as much as the single one to rank 2."""
+    program = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, message, answer = dist.get_rank(), torch.zeros(1 << 14, dtype=torch.uint8), torch.zeros(1)
+for _ in range(4 if rank < 2 else 0):
+    time.sleep(0.05)
+    started = time.perf_counter()
+    if rank == 0:
+        dist.send(message, 1)
+        dist.recv(answer, 1)
+        print("alone", time.perf_counter() - started)
+    else:
+        dist.recv(message, 0)
+        dist.send(answer, 0)
+groups = [dist.new_group() for _ in range(4)]
+long, short = ([torch.zeros(1 << size, dtype=torch.uint8) for _ in groups] for size in (19, 18))
+dist.barrier()
+started = time.perf_counter()
+if rank == 0:
+    works = [dist.isend(message, 1, group) for message, group in zip(long, groups)] + [dist.isend(short[0], 2)]
+elif rank == 1:
+    works = [dist.irecv(message, 0, group) for message, group in zip(long, groups)]
+else:
+    works = [dist.irecv(short[0], 0)]
+for work in works:
+    work.wait()
+if rank == 2:
+    print("shared", time.perf_counter() - started)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    output, _ = finish(start(["--topology", "flat=3", "--rates", "flat=10"], program))
+    assert min(float(line.split()[1]) for line in output if "alone" in line) > 0.85 * (8 << 14) / 1e7
+    [seconds] = (float(line.split()[1]) for line in output if "shared" in line)
+    assert 8 * (1 << 18) / 1e6 / seconds == pytest.approx(5, rel=0.15)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(7)", 7, "rank 1 failed with exit status 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_failing_rank_stops_the_others(end: str, status: int, said: str) -> None:
+    """Including ranks that ignore signals; earlier output is kept."""
+    program = f"""
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("here", flush=True)
+if os.environ["RANK"] == "1":
+    time.sleep(1)
+    {end}
+time.sleep(600)
+"""
+    output, error = finish(start(["--topology", "flat=3", "--rates", "flat=20"], program), status)
+    assert "here" in output
+    assert error == [f"emulated_cluster: {said}; the other ranks were stopped"]

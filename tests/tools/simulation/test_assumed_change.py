@@ -1,0 +1,58 @@
+"""The change per step that predictions assume, and the bits that rate control would choose for it."""
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from xfuser_cocodiff.engine.codec.quantize import GRIDS
+from xfuser_cocodiff.engine.compression.modes import BALANCED, FAST, PAPER, CodecSchedule
+from xfuser_cocodiff.engine.compression.rate_control import LEVELS
+from xfuser_cocodiff.tools.simulation import assumed_change
+from xfuser_cocodiff.tools.simulation.assumed_change import PUBLISHED, bits_of, stretch
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_fewer_steps_change_more_each_and_as_much_in_all(factor: int) -> None:
+    changes = stretch(PUBLISHED, 1 + len(PUBLISHED) * factor)
+    assert len(changes) == len(PUBLISHED) * factor
+    assert sum(changes) == pytest.approx(sum(PUBLISHED), rel=0.03)
+    assert (changes[0], changes[-1]) == pytest.approx((PUBLISHED[0] / factor, PUBLISHED[-1] / factor))
+
+
+def test_half_the_steps_change_twice_as_much() -> None:
+    few = stretch((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 4)
+    assert few == pytest.approx([0.2, 0.7, 1.0])  # at most as much as the values
+    assert stretch(PUBLISHED, 28) == pytest.approx(PUBLISHED)
+    assert stretch(PUBLISHED, 1) == []
+    assert stretch((0.2,), 5) == [0.05] * 4
+
+
+def errors_of(bits: list[float], changes: list[float]) -> list[float]:
+    """Return the error of each step, whose residual has the step's change and the error of the step before."""
+    errors = [GRIDS[bits[0]].distortion]
+    for each, change in zip(bits[1:], changes, strict=True):
+        errors.append(GRIDS[each].distortion * (change**2 + errors[-1] ** 2) ** 0.5)
+    return errors
+
+
+@pytest.mark.parametrize("schedule", [BALANCED, FAST, replace(BALANCED, error=0.05)], ids=str)
+@pytest.mark.parametrize("steps", [8, 20, 28, 50])
+def test_bits_reach_the_target_on_the_same_model(schedule: CodecSchedule, steps: int) -> None:
+    bits = bits_of(schedule, steps)
+    assert len(bits) == steps and bits[0] == schedule.first
+    mean = fmean(errors_of(bits, stretch(PUBLISHED, steps)))
+    assert mean <= 1.05 * schedule.error
+    has_fewest = bits.count(LEVELS[0]) > steps / 2  # then less is not possible
+    assert mean > 0.6 * schedule.error or has_fewest
+
+
+def test_the_error_of_fp8_takes_about_four_bits_and_that_of_fp4_two() -> None:
+    assert fmean(bits_of(BALANCED, 28)[1:]) == pytest.approx(4, abs=0.4)
+    assert fmean(bits_of(FAST, 28)[1:]) == pytest.approx(2, abs=0.4)
+    assert fmean(bits_of(BALANCED, 50)) < fmean(bits_of(BALANCED, 28)) < fmean(bits_of(BALANCED, 8))
+
+
+def test_schedules_without_a_target_have_no_assumed_bits() -> None:
+    assert bits_of(PAPER, 28) is bits_of(CodecSchedule(bits=2), 28) is None
+    assert assumed_change.DESCRIPTION

@@ -1,0 +1,134 @@
+"""Summarizes a comparison: a table with one row per variant, and one sentence with speedup and quality."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
+from xfuser_cocodiff.tools.reporting.formatting import (
+    NOT_MEASURED,
+    format_bytes,
+    format_db,
+    format_median_range,
+    format_percent,
+    sum_over_axes,
+)
+
+NODE = "node"
+NO_SIGNIFICANT_DIFFERENCE = "no significant difference"
+"""Speedup of two variants whose min-max ranges of step time overlap."""
+BIT_IDENTICAL = "bit-identical"
+
+
+def table_rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return one row per variant, stock first, each a mapping from column heading to cell.
+
+    The bytes are what a rank sends in a step: over links between nodes if there are several nodes, else over all links.
+    """
+    stock, *plugins = record["runs"]
+    named = next((run["topology"] for run in plugins if run["topology"]), None)
+    topology = Topology.parse(named, stock["degree"]) if named else Topology.flat(stock["degree"])
+    has_nodes = any(axis.name == NODE and axis.size > 1 for axis in topology.axes)
+
+    def sent_bytes(run: Mapping[str, Any]) -> int | None:
+        if run["bytes"] is None or not has_nodes:
+            return sum_over_axes(run["bytes"])
+        return round(sum(count * inter_node_fraction(stage, topology) for stage, count in run["bytes"].items()))
+
+    return [
+        {
+            "": run["name"],
+            "step time": format_median_range(run["step_seconds"]),
+            "speedup": NOT_MEASURED if run is stock else speedup(run, stock),
+            f"sent{' between nodes' * has_nodes}": format_bytes(sent_bytes(run)),
+            "PSNR to stock": NOT_MEASURED if run is stock else _psnr(run),
+            "result": NOT_MEASURED if run is stock else _result(run),
+        }
+        for run in record["runs"]
+    ]
+
+
+def _psnr(run: Mapping[str, Any]) -> str:
+    return "equal" if run["latents"]["bit_equal"] else format_db(run["image"]["psnr_db"])
+
+
+def _result(run: Mapping[str, Any]) -> str:
+    if run["latents"]["bit_equal"]:
+        return BIT_IDENTICAL
+    return "lossy" if run["codecs"] is not None else "differs"
+
+
+def sentence(record: Mapping[str, Any]) -> str:
+    """Return speedup and quality of every variant over stock in one sentence."""
+    stock, *plugins = record["runs"]
+    return "; ".join(_summarize(run, stock) for run in plugins) + "."
+
+
+def exchange_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return how attention crossed each axis in every variant, and the bytes of a rank and step by axis."""
+    lines = []
+    for run in record["runs"]:
+        if run["exchange"]:
+            sent = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in (run["bytes"] or {}).items())
+            how = ", ".join(f"{axis} {each}" for axis, each in run["exchange"].items())
+            lines.append(f"Exchange of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
+    return lines
+
+
+def error_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return the error and the bits of every lossy variant, and what FP8 and FP4 lose of the same tensors."""
+    return [f"{run['name']}: {error_text(run)}" for run in record["runs"] if run["mean_error"] is not None]
+
+
+def error_text(run: Mapping[str, Any]) -> str:
+    """Return the error of a lossy run by tensor, its bits, and what FP8 and FP4 lose of the same tensors."""
+    text = f"error {format_percent(run['mean_error'])} ({_errors(run['error'])}) at {run['bits']:.1f} bits per value"
+    return f"{text}; on the same tensors {_errors(run['yardsticks'])}" if run["yardsticks"] else text
+
+
+def _errors(by_name: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.upper()} {format_percent(error)}" for name, error in by_name.items())
+
+
+def _summarize(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
+    gain, psnr = speedup(run, stock), run["image"]["psnr_db"]
+    speed = f"{gain} in step time" if gain == NO_SIGNIFICANT_DIFFERENCE else f"speedup {gain}"
+    if run["latents"]["bit_equal"]:
+        quality = BIT_IDENTICAL
+    else:
+        quality = "differs" if psnr is None else f"PSNR {format_db(psnr)} to stock"
+    return f"{run['name']}: {speed}, {quality}"
+
+
+def speedup(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
+    """Return the ratio of stock's median step time to a variant's, or that there is no significant difference."""
+    ours, theirs = run["step_seconds_spread"], stock["step_seconds_spread"]
+    if ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]:
+        return NO_SIGNIFICANT_DIFFERENCE
+    ratio = 1 / run["ratio_to_stock"]
+    remarks = [*(["slower"] if ratio < 1 else []), *(["one repeat"] if len(run["step_seconds"]) == 1 else [])]
+    return f"{ratio:.2f}x" + (f" ({', '.join(remarks)})" if remarks else "")
+
+
+def inter_node_fraction(stage: str, topology: Topology) -> float:
+    """Return the fraction of a stage's bytes that crosses between nodes.
+
+    A stage is an all-to-all, which sends equally many bytes to each of its ranks.
+
+    Args:
+        stage: name under which its traffic is counted: an axis, several merged axes such as "gpu+node", or "flat".
+        topology: of all ranks.
+    """
+    axes = stage.split("+")
+    sizes = {axis.name: axis.size for axis in topology.axes if stage == FLAT or axis.name in axes}
+    ranks = math.prod(sizes.values())
+    return 0.0 if ranks == 1 else (ranks - ranks // sizes.get(NODE, 1)) / (ranks - 1)
+
+
+def format_table(record: Mapping[str, Any]) -> str:
+    """Return the table as aligned text for a terminal."""
+    rows = table_rows(record)
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [(line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]) for line in lines]
+    return "\n".join(map("   ".join, aligned))
