@@ -58,7 +58,7 @@ def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream:
     plans = parsed, Plan.hierarchical_gather(topology)
     groups = {stage: group_of(stage, topology) for plan in plans for stage in plan.stages}
     stages = Stages(groups, device(), staged)
-    return Mesh(topology, stages, PlanPolicy(lambda nbytes: parsed), comm_stream or CommStream.on(device(), staged))
+    return Mesh(topology, stages, PlanPolicy.fixed(parsed), comm_stream or CommStream.on(device(), staged))
 
 
 GATHERED = "node, K and V gathered"

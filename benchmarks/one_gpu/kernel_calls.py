@@ -106,7 +106,7 @@ def _local_mesh(comm_stream: CommStream, **axes: int) -> Mesh:
     return Mesh(
         topology,
         _NoCommunication(dict.fromkeys(plan.stages), comm_stream.device),
-        PlanPolicy(lambda nbytes: plan),
+        PlanPolicy.fixed(plan),
         comm_stream,
     )
 

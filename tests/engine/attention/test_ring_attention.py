@@ -184,7 +184,7 @@ def test_tokens_are_selected_by_their_owner(schedule: str, max_ratio: float) -> 
 def axes_of_policy(rank: int) -> str:
     ring = ring_over(Topology.parse("2x2"))
     flat = Plan.flat(ring.mesh.topology)
-    policy = PlanPolicy(ring.mesh.policy.choose, choose_gather=lambda block_bytes: flat)
+    policy = PlanPolicy(ring.mesh.policy.plans, choose_gather=lambda block_bytes: flat)
     mesh = Mesh(ring.mesh.topology, ring.mesh.stages, policy, ring.mesh.comm_stream)
     query, key, value = (part(name, rank) for name in "qkv")
     ring_attention(query, key, value, attend, Ring(mesh, rank))

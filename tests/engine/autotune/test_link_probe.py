@@ -105,7 +105,7 @@ def probe_of(topology: str) -> link_probe.Probe:
     """Return a probe without process groups."""
     parsed = Topology.parse(topology, math.prod(map(int, topology.split("x"))))
     flat = Plan.flat(parsed).stages[0]
-    return link_probe.Probe(Mesh(parsed, Stages({flat: None}), PlanPolicy(lambda size: None)), CPU)
+    return link_probe.Probe(Mesh(parsed, Stages({flat: None}), PlanPolicy(())), CPU)
 
 
 @pytest.mark.parametrize(("device_type", "launch"), [("cpu", 0.0), ("cuda", 0.0), ("xpu", 42e-6)])

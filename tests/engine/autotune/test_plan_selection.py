@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,16 +37,14 @@ def test_nothing_is_sent_early_with_synchronous_collectives() -> None:
     assert ranks.run(early_sends, 4) == [[True, False, True, False]] * 4
 
 
-def test_graph_plans_cover_every_size() -> None:
+def test_plans_cover_every_size() -> None:
     machine = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
     policy = plan_policy.planned(machine)
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        traced = [policy.plan_for(size) for size in sizes]
-    assert traced == [policy.plan_for(size) for size in sizes]
-    assert traced == [planner.choose_plan(machine, 1 << round(math.log2(size))) for size in sizes]
-    assert len(set(traced)) > 1
-    assert len(policy.graph_plans) == len(set(policy.graph_plans)) < len(plan_policy.SIZES)
+    chosen = [policy.choose(size) for size in sizes]
+    assert chosen == [planner.choose_plan(machine, 1 << round(math.log2(size))) for size in sizes]
+    assert len(set(chosen)) > 1
+    assert len(policy.plans) == len(set(policy.plans)) < len(plan_policy.SIZES)
 
 
 def reshard_compiled(rank: int) -> tuple[list[str], list[str]]:

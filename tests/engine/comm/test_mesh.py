@@ -43,7 +43,7 @@ def check_reshard(rank: int, sizes: list[int], shapes: list[tuple], dtype: torch
     mesh, plans = Mesh.over(dist.group.WORLD, topology), candidates(topology)
     tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
     for plan in plans:
-        by_plan = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
+        by_plan = dataclasses.replace(mesh, policy=PlanPolicy.fixed(plan))
         for scatter, gather in ((1, 2), (2, 1)):
             together = reshard(tensors, scatter, gather, by_plan)
             alone = [reshard([tensor], scatter, gather, by_plan)[0] for tensor in tensors]
@@ -95,7 +95,7 @@ def check_functional(rank: int, sizes: list[int]) -> int:
     with Allocations() as allocations, warnings.catch_warnings():
         warnings.simplefilter("error")
         for plan in candidates(topology):
-            by_plan = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
+            by_plan = dataclasses.replace(mesh, policy=PlanPolicy.fixed(plan))
             resharded = reshard([tensor], 1, 2, by_plan)[0]
             assert torch.equal(resharded, reference(0, shape, torch.bfloat16, 1, 2)), plan
             gathered = mesh.all_gather(tensor, plan).flatten(0, -len(shape) - 1)

@@ -20,7 +20,7 @@ def check(rank: int, permuted: bool) -> None:
     topology = Topology.parse("2x2", 4)
     mesh = Mesh.over(dist.group.WORLD, topology)
     plans = tuple((size, plan) for size, plan in enumerate(candidates(topology)))
-    mesh = dataclasses.replace(mesh, policy=PlanPolicy(lambda size: plans[0][1], plans))
+    mesh = dataclasses.replace(mesh, policy=PlanPolicy(plans))
     if permuted:
         groups = {**mesh.stages.groups, (0,): mesh.stages.groups[1,], (1,): mesh.stages.groups[0,]}
         mesh = dataclasses.replace(mesh, stages=dataclasses.replace(mesh.stages, groups=groups))

@@ -109,7 +109,7 @@ def mixed_plans(rank: int) -> None:
         for stage in (*flat.stages, *hierarchical.stages)
     }
     small, large = (torch.Size((1, 4, tokens, 16)) for tokens in (2, 8))
-    policy = PlanPolicy(lambda nbytes: hierarchical if nbytes == large.numel() * 4 else flat)
+    policy = PlanPolicy(((large.numel() * 4, flat), (0, hierarchical)))
     with MockDevice() as mock_device:
         mesh = Mesh(TOPOLOGY, Stages(groups, device()), policy, CommStream.on(device()))
         handles = [

@@ -138,8 +138,12 @@ def mesh_and_partition(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh,
     def over(group: dist.ProcessGroup, topology: Topology, plans: Sequence[Plan] = ()) -> Mesh:
         plans = [*plans] or [Plan.flat(topology)]
         turns = itertools.cycle(plans)
-        mesh = Mesh.over(group, topology, plans)
-        return dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes: next(turns)))
+
+        class Alternating(PlanPolicy):
+            def choose(self, message_bytes: int) -> Plan:
+                return next(turns)
+
+        return dataclasses.replace(Mesh.over(group, topology, plans), policy=Alternating.fixed(plans[0]))
 
     mesh = over(dist.group.WORLD, topology, plans)
     return mesh, AxisPartition.over(dist.group.WORLD, mesh, slow, over)

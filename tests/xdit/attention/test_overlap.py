@@ -145,7 +145,7 @@ def step_with_policy(rank: int, ahead: bool, v_first: bool | None) -> tuple[list
     """Return the messages of a step with known layers, the sizes the policy was asked for, and schedules."""
     group, _, step = start(rank, depth=3)
     flat, asked = Plan.flat(Topology.flat(2)), []
-    policy = PlanPolicy(lambda size: flat, sends_early=lambda *sizes: asked.append(sizes) or ahead)
+    policy = PlanPolicy.fixed(flat, sends_early=lambda *sizes: asked.append(sizes) or ahead)
     expected = step()
     labels: list[str] = []
 

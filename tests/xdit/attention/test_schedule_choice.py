@@ -17,7 +17,7 @@ TOPOLOGY = Topology.flat(2)
 
 @pytest.mark.parametrize("ring", [None, object()])
 def test_stock_is_chosen_at_once_unless_the_plugin_has_a_ring(ring: object) -> None:
-    policy = PlanPolicy(lambda size: Plan.flat(TOPOLOGY), sends_early=lambda *_: False)
+    policy = PlanPolicy.fixed(Plan.flat(TOPOLOGY), sends_early=lambda *_: False)
     session = SimpleNamespace(
         overlap=Overlap(),
         mesh=SimpleNamespace(policy=policy, topology=TOPOLOGY),

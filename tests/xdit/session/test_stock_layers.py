@@ -42,7 +42,7 @@ class Model:
     @contextmanager
     def session(self) -> Iterator[Session]:
         """Run with a session from now on."""
-        session = use(self.group, None, policy=PlanPolicy(lambda size: FLAT, sends_early=lambda *_: False))
+        session = use(self.group, None, policy=PlanPolicy.fixed(FLAT, sends_early=lambda *_: False))
         session.config = CocoDiffConfig(topology=Topology.flat(2))
         session.switch_layers = activation.switch_layers
         with NO_MLP, torch.no_grad():

@@ -72,7 +72,7 @@ def reshard_here(
         mesh: ranks and their topology.
         head_group: part of each rank's share of `scatter_dim` to send.
     """
-    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
+    plan = mesh.policy.choose(_nbytes(tensors) // head_group.count)
     pieces = [_by_rank(tensor, scatter_dim, plan.shape, head_group) for tensor in tensors]
     return _merge(mesh.all_to_all(_pack(pieces, plan), plan), pieces, gather_dim, plan)
 
@@ -101,7 +101,7 @@ def start_seq_to_heads(
         pieces = [_by_rank(tensor, HEADS, shape, label.head_group) for tensor in tensors]
         results, targets = _results(pieces, SEQUENCE, shape)
         return coded_all_to_all.start(pieces, targets, mesh, layer_codecs, label, results, is_blocking)
-    plan = mesh.policy.plan_for(_nbytes(tensors) // label.head_group.count)
+    plan = mesh.policy.choose(_nbytes(tensors) // label.head_group.count)
     pieces = [_by_rank(tensor, HEADS, plan.shape, label.head_group) for tensor in tensors]
 
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
@@ -132,7 +132,7 @@ def start_heads_to_seq(
         shape = layer_codecs.slow_and_fast.shape
         pieces, targets = [_by_rank(tensor, SEQUENCE, shape)], [_by_rank(target, HEADS, shape, label.head_group)]
         return coded_all_to_all.start(pieces, targets, mesh, layer_codecs, label, None, is_blocking)
-    plan = mesh.policy.plan_for(_nbytes([tensor]))
+    plan = mesh.policy.choose(_nbytes([tensor]))
     pieces = [_by_rank(tensor, SEQUENCE, plan.shape)]
     targets = [_by_rank(target, HEADS, plan.shape, label.head_group)]
 

@@ -23,12 +23,8 @@ def planned(profile: Profile) -> PlanPolicy:
         if table and table[-1][1] == plan:
             table.pop()
         table.append((limit, plan))
-
-    def choose(message_bytes: int) -> Plan:
-        return next((plan for limit, plan in table if message_bytes < limit), table[-1][1])
-
     choose_gather = functools.cache(functools.partial(planner.choose_gather_plan, profile))
-    return PlanPolicy(choose, tuple(table), choose_gather=choose_gather)
+    return PlanPolicy(tuple(table), choose_gather=choose_gather)
 
 
 def with_early_sends(policy: PlanPolicy, profile: Profile | None, synchronous: bool) -> PlanPolicy:

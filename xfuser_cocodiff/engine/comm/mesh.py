@@ -73,7 +73,7 @@ class Mesh:
         staged = devices.capabilities(device.type).is_asynchronous and dist.get_backend(group) == dist.Backend.GLOO
         first = timeout or min(timeout_of(each, device) for each in groups.values())
         comm_stream = CommStream.on(device, staged, ranks, first.total_seconds())
-        return cls(topology, Stages(groups, device, staged, timeout), PlanPolicy(lambda _: plans[0]), comm_stream)
+        return cls(topology, Stages(groups, device, staged, timeout), PlanPolicy.fixed(plans[0]), comm_stream)
 
     @property
     def traffic(self) -> Traffic:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from xfuser_cocodiff.engine.topology.plans import Plan
 
@@ -12,12 +11,9 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 class PlanPolicy:
     """Rules that choose plans and early sends by size; identical on every rank."""
 
-    choose: Callable[[int], Plan]
-    """Plan of an all-to-all, given the message size in bytes."""
-    graph_plans: tuple[tuple[int, Plan], ...] = ()
-    """Plans for compiled graphs: pairs of an upper size limit and a plan, ascending; the last plan is used for all
-    larger sizes. Comparisons with these limits can be traced for symbolic sizes. If empty, `choose` is called, which
-    must then not depend on the size."""
+    plans: tuple[tuple[int, Plan], ...]
+    """Plans of all-to-alls: pairs of an upper limit of the message size in bytes and a plan, ascending; the last plan
+    is used for all larger sizes."""
     sends_early: Callable[[int, int], bool] = lambda early_bytes, all_bytes: True
     """Whether a tensor is sent early, in a message of its own, given its size and that of all tensors of the message
     that would contain it, in bytes."""
@@ -33,14 +29,17 @@ class PlanPolicy:
     graph_early_bytes: int | None = 0
     """Smallest size in bytes of a tensor that compiled graphs send early; None if they never do."""
 
-    def plan_for(self, message_bytes: int) -> Plan:
-        """Return the plan of an all-to-all of this message size, in eager code or in the graph that is being traced."""
-        if not (self.graph_plans and torch.compiler.is_compiling()):
-            return self.choose(message_bytes)
-        for limit, plan in self.graph_plans[:-1]:
+    @classmethod
+    def fixed(cls, plan: Plan, **rules: Any) -> "PlanPolicy":
+        """Return the policy of one plan for all sizes, with other rules by name."""
+        return cls(((0, plan),), **rules)
+
+    def choose(self, message_bytes: int) -> Plan:
+        """Return the plan of an all-to-all of this message size, which may be symbolic in a graph that is traced."""
+        for limit, plan in self.plans[:-1]:
             if message_bytes < limit:
                 return plan
-        return self.graph_plans[-1][1]
+        return self.plans[-1][1]
 
     def sends_early_in_graph(self, early_bytes: int) -> bool:
         """Return whether the graph that is being traced sends a tensor of this size early."""
