@@ -19,40 +19,63 @@ from xfuser_cocodiff.xdit.session.session import active
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
 _JOINT = ("joint_query", "joint_key", "joint_value")
+_CONSTANTS = (int, float, str, type(None))
+"""Types that a graph has as constants or numbers."""
+_SEQUENCES = (tuple, list)
 
 
 def supports(call: USPCall) -> bool:
     """Return whether the operator can take the call's arguments: operators have no dicts of any values."""
-    kinds = torch.Tensor, int, float, str, type(None)
-    return all(isinstance(value, kinds) for value in (call.attention_kwargs or {}).values())
+    kinds = torch.Tensor, *_CONSTANTS
+    return all(
+        isinstance(value, kinds)
+        or (isinstance(value, _SEQUENCES) and all(isinstance(each, _CONSTANTS) for each in value))
+        for value in (call.attention_kwargs or {}).values()
+    )
 
 
 def attention(call: USPCall) -> torch.Tensor:
     """Compute a call of USP in a compiled graph, and return O, (B, H, S/P, D)."""
     tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, int] = {}
-    constants: dict[str, Any] = {}
+    numbers: list[int] = []
+    options: dict[str, Any] = {}
     for name in _JOINT:
         if getattr(call, name) is not None:
             tensors[name] = getattr(call, name)
     for name, value in (call.attention_kwargs or {}).items():
         if isinstance(value, torch.Tensor):
             tensors[f".{name}"] = value
-        elif isinstance(value, int) and not isinstance(value, bool):
-            numbers[name] = value  # perhaps symbolic
+        elif isinstance(value, _SEQUENCES):
+            options[name] = [_option(each, numbers) for each in value]
         else:
-            constants[name] = value
+            options[name] = _option(value, numbers)
     backend = None if call.backend is None else call.backend.name
-    options = _encode(
+    constants = _encode(
         *(call.dropout_p, call.is_causal, call.joint_strategy, backend, call.kv_head_repeat),
-        *(tuple(tensors), tuple(numbers), tuple(constants), tuple(constants.values())),
+        *(tuple(tensors), options),
     )
-    given = call.query, call.key, call.value, [*tensors.values()], [*numbers.values()], call.padding
-    return torch.ops.cocodiff.attention(*given, options, traced_path())
+    given = call.query, call.key, call.value, [*tensors.values()], numbers, call.padding
+    return torch.ops.cocodiff.attention(*given, constants, traced_path())
 
 
-def _encode(*options: Any) -> str:
-    return repr(options)
+def _option(value: Any, numbers: list[int]) -> tuple:
+    """Return a value as a constant of the graph; of an integer, which may be symbolic, its index in `numbers`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        numbers.append(value)
+        return "number", len(numbers) - 1
+    return "constant", value
+
+
+def _value(option: Any, numbers: list[int]) -> Any:
+    """Return the value of an option; see :func:`_option`. Sequences are tuples."""
+    if isinstance(option, list):
+        return tuple(_value(each, numbers) for each in option)
+    kind, value = option
+    return numbers[value] if kind == "number" else value
+
+
+def _encode(*constants: Any) -> str:
+    return repr(constants)
 
 
 _encode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a constant of the graph
@@ -65,16 +88,15 @@ def _attention(
     tensors: list[torch.Tensor],
     numbers: list[int],
     padding: int,
-    options: str,
+    constants: str,
     path: str,
 ) -> torch.Tensor:
     """Compute attention when a graph runs."""
     session, usp = active(), host.usp()
-    dropout_p, is_causal, strategy, backend, repeat, *names = ast.literal_eval(options)
-    tensor_names, number_names, constant_names, constants = names
-    named = dict(zip(tensor_names, tensors, strict=True))
+    dropout_p, is_causal, strategy, backend, repeat, names, options = ast.literal_eval(constants)
+    named = dict(zip(names, tensors, strict=True))
     attention_kwargs = {name[1:]: tensor for name, tensor in named.items() if name[0] == "."}
-    attention_kwargs |= dict(zip((*number_names, *constant_names), (*numbers, *constants), strict=True))
+    attention_kwargs |= {name: _value(option, numbers) for name, option in options.items()}
     call = USPCall(
         usp.USP.__wrapped__,
         session,
@@ -106,7 +128,7 @@ def _fake(
 
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, SymInt[] numbers, SymInt padding, "
-    "str options, str path) -> Tensor",
+    "str constants, str path) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # CUDA graphs would repeat the messages of one step
 )
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
