@@ -23,7 +23,7 @@ class LossyRun(Run):
     """xDiT's runner, with latents as the plugin's run tracker receives them."""
 
     def __init__(self, rank: int, world_size: int, model: str, *more: str, dtype: torch.dtype = torch.float32) -> None:
-        arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS[model], *more]
+        arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS.get(model, ()), *more]
         super().__init__(rank, world_size, arguments, dtype)
         del self.runner.model.pipe.scheduler.__dict__["step"]
         from xfuser_cocodiff.xdit.integration import activation

@@ -1,7 +1,6 @@
 """Guidance branches coded together, against their definition, and the ends of each link against each other."""
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,27 +11,24 @@ from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec import coded_tensor, kernels
-from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, Codec
+from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
 from xfuser_cocodiff.engine.codec.lead import Lead
 from xfuser_cocodiff.engine.codec.link_reference import LinkReference
 from xfuser_cocodiff.engine.codec.quantize import dequantize, quantize
 from xfuser_cocodiff.engine.codec.rows import GAIN_STEPS, Int8Rows
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.coding_choice import choose
-from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, LinkState, SentValues
+from xfuser_cocodiff.engine.compression.layer_codecs import LinkState, SentValues
 from xfuser_cocodiff.engine.compression.layer_state import CodedCall
-from xfuser_cocodiff.engine.compression.message import Message
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.simulation import coded_bytes
 
 BATCH, HEADS, TOKENS, DIM, STEPS = 2, 4, 16, 64, 7
 SCHEDULE = "first=8,bits=2"
@@ -266,92 +262,6 @@ def assert_equal_ends(found: list[list[tuple]], is_joint: bool = True) -> None:
             assert torch.equal(near[0], far[1]) and torch.equal(near[1], far[0])
 
 
-def run_batched(rank: int, sizes: str, schedule: str, batch: int, branches: int) -> list[tuple]:
-    """Run all-to-alls whose batch has several branches and compare what arrives, and the bytes with those that are
-    predicted; return the references of both ends.
-    """
-    kernels.use("torch")
-    size = dist.get_world_size()
-    mesh, partition = over(sizes)
-    runtime = CodecRuntime(partition, "balanced", schedule, list)
-    settings = runtime.schedule
-    expected = BatchedDefinitions(bool(settings.predictor))
-    runtime.begin_run(STEPS)
-    for step in range(STEPS):
-        parts = {name: [whole(name, of, step)[:batch] for of in range(branches)] for name in "qkvo"}
-        wholes = {name: torch.cat(part) for name, part in parts.items()}
-        mine = [wholes[name].chunk(size, 2)[rank].contiguous() for name in "qkv"]
-        layer_codecs = runtime.layer_codecs(CodedCall("attn", 1, 0, LayerSizes.of(*mine), batched_branches=branches))
-        found = dict(zip("qkv", receive(mine, mesh, layer_codecs), strict=True))
-        found["o"] = torch.empty(branches * batch, HEADS, TOKENS // size, DIM)
-        attended = wholes["o"].chunk(size, 1)[rank].contiguous()
-        start_heads_to_seq(attended, found["o"], mesh, Label("o"), layer_codecs).wait()
-        for name, source in itertools.product("qkvo", range(size)):
-            pieces = [piece(part, name, source, rank, size) for part in parts[name]]
-            is_near = source // (size // 2) == rank // (size // 2)
-            wanted = torch.cat(pieces if is_near else expected.decode((name, source), pieces))
-            arrived = found[name].chunk(size, 2 if name != "o" else 1)[source]
-            what = f"{name} in step {step}: "
-            torch.testing.assert_close(arrived, wanted, rtol=0, atol=1e-5, msg=what.__add__)
-        assert runtime.store.planned_bytes == runtime.store.nbytes or step < 2
-        if step < STEPS - 1:
-            runtime.end_step()
-    of_link = 1, branches * batch * (size // 2), HEADS // size, TOKENS // size, DIM
-    predicted = predicted_bytes(settings, ("qkv", "o"), of_link, branches)
-    # V goes first, in a message of its own with a flag.
-    assert [report.sent_bytes for report in runtime.reports] == [each + ALIGNMENT for each in predicted]
-    return ends(runtime)
-
-
-def predicted_bytes(
-    settings: CodecSchedule, messages: Sequence[str], of_link: tuple[int, ...], branches: int
-) -> list[int]:
-    """Return the bytes of all steps but the last one, as the simulator predicts them.
-
-    Args:
-        settings: schedule of the run.
-        messages: letters of the tensors of each message.
-        of_link: shape (L, G, H, T, D) of a tensor.
-        branches: number of branches in the batch.
-    """
-    by_message = [
-        coded_bytes.sent_bytes(settings, names, [of_link] * len(names), torch.float32, STEPS, branches)
-        for names in messages
-    ]
-    return [of_link[0] * sum(of_step) for of_step in zip(*by_message, strict=True)][:-1]
-
-
-def receive(mine: list[torch.Tensor], mesh: Mesh, layer_codecs: LayerCodecs) -> list[torch.Tensor]:
-    """Return Q, K and V as they arrive, where V goes first."""
-    query, key, value = mine
-    early = start_seq_to_heads([value], mesh, Label("v"), layer_codecs=layer_codecs)
-    late = start_seq_to_heads([query, key], mesh, Label("qk"), layer_codecs=layer_codecs)
-    [value], others = early.wait(), late.wait()
-    return [*others, value]
-
-
-class BatchedDefinitions:
-    """Definitions of tensors whose batch has several branches: the first step is coded together as well.
-
-    Args:
-        predicts: whether references are extrapolated.
-    """
-
-    def __init__(self, predicts: bool) -> None:
-        self.predicts = predicts
-        self.definitions: dict = {}
-
-    def decode(self, key: tuple, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the decoded values of all branches, of which the first leads."""
-        leading, *following = values
-        decoded = []
-        for branch, sent in enumerate([leading, *(each - leading for each in following)]):
-            definition = self.definitions.setdefault((key, branch), Definition(self.predicts))
-            decoded.append(definition.decode(0, sent, sent, False))
-        leader = self.definitions[key, 0].references[0][0]
-        return [decoded[0], *(each + leader for each in decoded[1:])]
-
-
 def run_gathered(rank: int, sizes: str, schedule: str) -> list[tuple]:
     """Gather K and V of two branches and compare what arrives; return the references of both ends."""
     kernels.use("torch")
@@ -414,23 +324,6 @@ def test_all_to_alls_decode_what_the_definition_says(sizes: str, how: str, sched
     assert_equal_ends(found, is_joint=how != "shorter")
 
 
-BATCHES = [
-    ("2x2", OF_RANKS, 2, 2),  # each branch has several samples of several ranks
-    ("node=2", SCHEDULE, 2, 3),
-    ("node=2", SCHEDULE, 2, 2),
-    ("2x2", OF_RANKS, 1, 2),
-    ("2x2", OF_RANKS, 2, 3),
-]
-
-
-@pytest.mark.parametrize(("sizes", "schedule", "batch", "branches"), slow_but(BATCHES[:2], BATCHES))
-def test_branches_in_one_batch_decode_what_the_definition_says(
-    sizes: str, schedule: str, batch: int, branches: int
-) -> None:
-    size = Topology.parse(sizes).size
-    assert_equal_ends(ranks.run(run_batched, size, sizes, schedule, batch, branches))
-
-
 @pytest.mark.parametrize(("step", "is_joint"), [(3, True), (4, False)])
 def test_values_of_an_earlier_step_are_not_subtracted(step: int, is_joint: bool) -> None:
     """A step cache may skip the layer in the leading branch of step 4."""
@@ -465,22 +358,3 @@ def test_error_of_a_following_branch_has_that_of_the_leading_one() -> None:
     energy = (decoded - following).square().sum().item()
     _, reported = errors.start_readout().read()
     assert reported.error_energy == pytest.approx(energy, rel=0.05)
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_errors_of_batched_branches_are_those_of_decoded_values(step: int) -> None:
-    """The following branch is encoded with the leading one, whose error it includes."""
-    link_states: dict[tuple[str, HeadGroup], LinkState] = {}
-    decoded = torch.empty(2, 2, 8, 64, DIM)
-    for number in range(step + 1):
-        # The second branch is close to the first one, so that the difference to it has a small error of its own.
-        of_step = torch.randn(2, 1, 8, 64, DIM, generator=torch.Generator().manual_seed(number))
-        values = torch.cat([of_step, 1.01 * of_step], 1)
-        codec = Codec(4) if number else Codec(1.6, is_keyframe=True)
-        how = {"keyframe_codec": codec, "is_joint": True, "batched_branches": 2}
-        layer_codecs = coded_layers.layer_codecs(None, {"v": codec}, link_states, step=number, **how)
-        message = Message(Label("v"), [values], layer_codecs, range(1), samples=2)
-        message.decode(message.encode(), [decoded], lambda buffer: buffer)
-    expected = (decoded - values)[1:].square().sum((0, 2, 3, 4)).tolist()
-    reported = [error.error_energy for error in layer_codecs.errors.start_readout().read()]
-    assert reported == pytest.approx(expected, rel=0.1)

@@ -6,22 +6,15 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.engine.compression.test_joint_branches import (
-    BATCH,
-    DIM,
-    HEADS,
     OF_RANKS,
     SCHEDULE,
     STEPS,
-    TOKENS,
-    BatchedDefinitions,
     Expected,
     assert_equal_ends,
     calls_of,
     contents,
     ends,
     over,
-    predicted_bytes,
-    whole,
 )
 from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring, ring_attention
 from xfuser_cocodiff.engine.codec import kernels
@@ -79,37 +72,6 @@ def run_calls(rank: int, sizes: str, how: str, schedule: str) -> list[tuple]:
     return ends(runtime)
 
 
-def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tuple]:
-    """Gather K and V whose batch has several branches and compare what arrives, and the bytes with those that are
-    predicted; return the references of both ends.
-    """
-    kernels.use("torch")
-    size = dist.get_world_size()
-    mesh, partition = over(sizes)
-    runtime = CodecRuntime(None, "balanced", schedule, list, ring_partition=partition)
-    expected = BatchedDefinitions(bool(runtime.schedule.predictor))
-    runtime.begin_run(STEPS)
-    for step in range(STEPS):
-        parts = {name: [whole(name, of, step) for of in range(branches)] for name in "qkv"}
-        query, *mine = (torch.cat(parts[name]).chunk(size, 2)[rank].contiguous() for name in "qkv")
-        sizes_of_layer = LayerSizes.of(query, *mine)
-        layer_codecs = runtime.ring_codecs(CodedCall("attn", 1, 0, sizes_of_layer, batched_branches=branches))
-        for source, block in gather(mine, mesh, layer_codecs).items():
-            for name, arrived in zip("kv", block, strict=True):
-                wanted = [part.chunk(size, 2)[source] for part in parts[name]]
-                if source // (size // 2) != rank // (size // 2):
-                    wanted = expected.decode((name, source), wanted)
-                what = f"{name} in step {step}: "
-                torch.testing.assert_close(arrived, torch.cat(wanted), rtol=0, atol=1e-5, msg=what.__add__)
-        assert step != 2 or runtime.store.planned_bytes == runtime.store.nbytes  # all previous ones are there
-        if step < STEPS - 1:
-            runtime.end_step()
-    of_link = 1, branches * BATCH, HEADS, TOKENS // size, DIM
-    predicted = predicted_bytes(runtime.schedule, ["kv"], of_link, branches)
-    assert [report.sent_bytes for report in runtime.reports] == predicted
-    return ends(runtime)
-
-
 @pytest.mark.parametrize(
     ("sizes", "how", "schedule"),
     [
@@ -122,10 +84,3 @@ def run_batched(rank: int, sizes: str, schedule: str, branches: int) -> list[tup
 )
 def test_rings_decode_what_the_definition_says(sizes: str, how: str, schedule: str) -> None:
     assert_equal_ends(ranks.run(run_calls, Topology.parse(sizes).size, sizes, how, schedule))
-
-
-@pytest.mark.parametrize(("sizes", "schedule", "branches"), [("2x2", OF_RANKS, 2), ("node=2", SCHEDULE, 3)])
-def test_branches_in_one_batch_of_a_ring_decode_what_the_definition_says(
-    sizes: str, schedule: str, branches: int
-) -> None:
-    assert_equal_ends(ranks.run(run_batched, Topology.parse(sizes).size, sizes, schedule, branches))

@@ -197,20 +197,6 @@ def test_no_values_are_kept_in_a_first_step_without_memory_for_them(
     assert [follow(one, sizes, sizes) for _ in range(3)] == [first, True, True]
 
 
-@pytest.mark.parametrize("in_ring", [False, True])
-def test_a_batch_with_another_number_of_branches_begins_with_a_keyframe(in_ring: bool) -> None:
-    """The values of its only branch would fit the reference of another branch, that of the first half."""
-    partition = two_nodes()
-    one = CodecRuntime(partition, "balanced", None, lambda values: values, ring_partition=partition)
-    codecs_of = one.ring_codecs if in_ring else one.layer_codecs
-    one.begin_run(8)
-    for step, in_batch in enumerate((2, 2, 1, 1, 2)):
-        layer_codecs = codecs_of(CodedCall("a", 1, 0, SIZES, batched_branches=in_batch))
-        assert reference_value(layer_codecs) == (in_batch if step in (1, 3) else None)
-        set_reference(layer_codecs, in_batch)
-        one.end_step()
-
-
 def test_the_schedule_depends_on_the_number_of_steps() -> None:
     one = runtime("paper", "warmup=1,refresh=0")
     for total in (5, 9):

@@ -77,7 +77,7 @@ def encode(tensors: Sequence[CodedTensor], energies: torch.Tensor) -> None:
     """Encode tensors into their payloads, and advance the sender's references to the values that receivers decode.
 
     Args:
-        tensors: all on one device; a leading branch before those that follow it.
+        tensors: all on one device, of one branch.
         energies: float32 (number of lossy tensors, 2), written: the sums of squared errors and of squared values of
             quantized tensors, then of those that send some of their tokens; see :func:`kernels.encode`.
     """
@@ -99,7 +99,7 @@ def decode(tensors: Sequence[CodedTensor]) -> None:
     """Decode payloads into the values of each tensor, and advance the receiver's references to them.
 
     Args:
-        tensors: all on one device; a following branch needs a call after that of its leading branch.
+        tensors: all on one device, of one branch.
     """
     quantized = [tensor for tensor in tensors if tensor.is_quantized]
     if parts := [tensor.part for tensor in quantized]:

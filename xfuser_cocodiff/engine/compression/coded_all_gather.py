@@ -68,7 +68,7 @@ def gather_blocks(
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer[own].copy_(tensor)
     values = [tensor[None] for tensor in tensors]
-    message = Message(label, values, layer_codecs, range(own, own + 1), samples=len(tensors[0]), copies=size - 1)
+    message = Message(label, values, layer_codecs, range(own, own + 1), copies=size - 1)
     received = _gather(message.encode()[0], mesh)
     message.decode(received, buffers, lambda sent: _gather(sent[0], mesh))
     return list(buffers)

@@ -52,7 +52,7 @@ def start(
         """Return the values too, so that the comm stream records their use by the caller's stream."""
         values = _along_fast_axes(pieces, partition.fast) if partition.fast else pieces
         in_slots = [each.detach().flatten(1, 2) for each in values]
-        message = Message(label, in_slots, layer_codecs, local_slots, samples=targets[0].shape[2])
+        message = Message(label, in_slots, layer_codecs, local_slots)
         return message, in_slots, along_slow_axes(message.encode())
 
     def receive(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:

@@ -108,13 +108,13 @@ def choose(
         shape: (L, G, H, T, D).
         dtype: type of the values.
     """
-    codec, state = layer_codecs.step.codecs[name[0]], layer_codecs.link_state(name, head_group)
+    codec, state = layer_codecs.step.codecs[name], layer_codecs.link_state(name, head_group)
     leader = layer_codecs.leader_of(name, head_group)
     coding = TABLE[_link_of(state, shape, dtype)][_leader_of(leader, layer_codecs.step.number, shape, dtype)]
     if not (coding.has_reference or codec.is_keyframe):
         codec = layer_codecs.step.keyframe_codec
         codec = codec if coding.may_extrapolate else replace(codec, predicts=False)
-    elif codec.selects_tokens and name[0] not in SELECTING:
+    elif codec.selects_tokens and name not in SELECTING:
         codec = _with_selection(codec, layer_codecs, name, head_group, shape)
     if leader is None:
         return codec, None
@@ -169,7 +169,7 @@ def active_tokens_for(
         codec: codec of the tensor, which selects tokens.
         local_slots: slots of this rank, which are skipped; None for none.
     """
-    if name[0] in SELECTING:
+    if name in SELECTING:
         reference = layer_codecs.link_state(name, head_group).sent
         active = select_tokens(values, reference, codec, local_slots)
         layer_codecs.selections[name, head_group] = Selection(active)
@@ -178,5 +178,5 @@ def active_tokens_for(
 
 
 def selecting_name(name: str) -> str:
-    """Return the name of the tensor whose active tokens a tensor has: its own, or that of V in the same branch."""
-    return name if name[0] in SELECTING else f"v{name[1:]}"
+    """Return the name of the tensor whose active tokens a tensor has: its own, or V."""
+    return name if name in SELECTING else "v"

@@ -3,7 +3,7 @@
 Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as in :mod:`codec`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -92,7 +92,7 @@ class CodecStats:
 
 @dataclass
 class LayerCodecs:
-    """How the tensors of a layer are coded at one step, in one branch of guidance or several in a batch."""
+    """How the tensors of a layer are coded at one step, in one branch of guidance."""
 
     partition: AxisPartition | None
     """Slow and fast axes; None for ranks that do not communicate."""
@@ -114,8 +114,6 @@ class LayerCodecs:
     """Link states of this layer in the leading branch; None in that branch, and where there is none."""
     keeps_values: bool = False
     """Whether other branches of this layer follow in this step, for which sent values are kept."""
-    batched_branches: int = 1
-    """Number of branches that each call has in its batch, one after the other; the first leads the others."""
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
     """Memory of the message that is being sent."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
@@ -142,30 +140,7 @@ class LayerCodecs:
 
     def leader_of(self, name: str, head_group: HeadGroup) -> LinkState | None:
         """Return the link state of a tensor in the leading branch; None if the tensor follows none."""
-        if self.leader is not None:
-            return self.leader.get((name[0], head_group))
-        return self.link_states.get((name[0], head_group)) if name[1:] else None
-
-    def split_branches(self, name: str, values: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
-        """Return the values (P, G, H, T, D) of each branch in a batch by name: q, q1, q2.
-
-        Args:
-            name: the tensor's letter.
-            values: values of all branches.
-            samples: number of samples in the batch, B; groups are those of all samples of a rank, rank by rank.
-
-        Returns:
-            Views, but copies if both several ranks and several samples of a branch are in the groups.
-        """
-        if self.batched_branches == 1 or not self.step.is_joint or samples % self.batched_branches:
-            return {name: values}
-        parts = values.unflatten(1, (-1, samples)).chunk(self.batched_branches, 2)
-        return {f"{name}{index or ''}": part.flatten(1, 2) for index, part in enumerate(parts)}
-
-    def join_branches(self, parts: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
-        """Return the values (P, G, H, T, D) of all branches, the inverse of :meth:`split_branches`."""
-        by_sample = [part.unflatten(1, (-1, samples // len(parts))) for part in parts]
-        return torch.cat(by_sample, 2).flatten(1, 2) if len(parts) > 1 else parts[0]
+        return self.leader.get((name, head_group)) if self.leader else None
 
     def note_sent(
         self,
@@ -175,16 +150,11 @@ class LayerCodecs:
         local_slots: range | None,
         error: TensorError | None,
     ) -> None:
-        """Note the values (P, G, H, T, D) that a tensor of the leading branch sends in this step, for others.
-
-        Those of later calls need a copy; for those in the batch they are kept until the message is encoded.
-        """
+        """Note the values (P, G, H, T, D) that a tensor of the leading branch sends in this step, for others."""
         if not self.step.is_joint:
             return
-        state, kept = self.link_state(name, head_group), None
-        if self.keeps_values or self.batched_branches > 1:
-            remote = rows.remote_slots(values, local_slots)
-            kept = state.keep(remote) if self.keeps_values else remote
+        state = self.link_state(name, head_group)
+        kept = state.keep(rows.remote_slots(values, local_slots)) if self.keeps_values else None
         shape = rows.link_shape(values, local_slots)
         state.sent_values = SentValues(self.step.number, shape, values.dtype, kept, error)
 

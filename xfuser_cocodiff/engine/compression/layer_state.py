@@ -22,8 +22,6 @@ class CodedCall(NamedTuple):
     """Sizes of the layer's tensors on this rank."""
     transformer: Hashable = None
     """Distinguishes the layer's transformer from others."""
-    batched_branches: int = 1
-    """Number of branches in the call's batch."""
     gathers_kv: bool = False
     """Whether K and V are gathered along the slow axes, if this call is the layer's first in the run."""
 
@@ -48,8 +46,6 @@ class LayerState:
     """Step of the layer's last call."""
     previous_step: int = -1
     """Step of the one before, or -1."""
-    batched_branches: int = field(init=False)
-    """Number of branches in the batch of the layer's last call."""
     link_states: dict[tuple[str, HeadGroup], LinkState] = field(default_factory=dict)
     """Link states of the Ulysses group."""
     ring_link_states: dict[tuple[str, HeadGroup], LinkState] = field(default_factory=dict)
@@ -58,7 +54,7 @@ class LayerState:
     """Statistics of the current step."""
 
     def __post_init__(self) -> None:
-        self.last_step, self.batched_branches = self.first_step, self.first_call.batched_branches
+        self.last_step = self.first_step
 
     @property
     def layer(self) -> str:
@@ -90,16 +86,7 @@ class LayerState:
         """Return the link states of the ring, or of the Ulysses group."""
         return self.ring_link_states if is_ring else self.link_states
 
-    def call(self, step: int, batched_branches: int) -> None:
-        """Note a call of the layer.
-
-        Args:
-            step: the current step.
-            batched_branches: number of branches in the call's batch.
-        """
+    def call(self, step: int) -> None:
+        """Note a call of the layer at the current step."""
         if self.last_step != step:
             self.previous_step, self.last_step = self.last_step, step
-        if self.batched_branches != batched_branches:  # references of one branch would fit the values of another
-            self.link_states.clear()
-            self.ring_link_states.clear()
-            self.first_step, self.batched_branches = step, batched_branches

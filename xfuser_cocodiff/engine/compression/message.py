@@ -4,7 +4,7 @@ Sizes in shapes: P slots, L of them of other ranks; G groups of tokens, H heads,
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class _Part(CodedTensor):
     """A tensor of a message: at the sender's end until it is decoded, then at the receiver's."""
 
     name: str
-    """Letter of the tensor, and for branches that follow in the batch their number."""
+    """Letter of the tensor."""
     state: LinkState
     leader: LinkState | None
     """Link state of the tensor in the leading branch; None if it follows none."""
@@ -63,7 +63,6 @@ class Message:
         values: (P, G, H, T, D) each, by destination, without gradients.
         layer_codecs: codecs and link states of the layer.
         local_slots: slots of this rank, which are skipped.
-        samples: number of samples in the batch.
         copies: number of receivers that all get the same values; P is then 1 when encoding. None if each slot has
             values of its own.
     """
@@ -74,10 +73,9 @@ class Message:
         values: Sequence[torch.Tensor],
         layer_codecs: LayerCodecs,
         local_slots: range,
-        samples: int = 1,
         copies: int | None = None,
     ) -> None:
-        self._names, self._values, self._samples = label.tensors, values, samples
+        self._names, self._values = label.tensors, values
         self._layer_codecs, self._head_group = layer_codecs, label.head_group
         self._local_slots, self._copies = local_slots, copies or 1
         self._unsent_slots = None if copies else local_slots
@@ -91,16 +89,12 @@ class Message:
             uint8 (P, bytes), in memory that the next message of the run uses again. Local slots have the flag
             only.
         """
-        # V first: it selects the active tokens of Q and K. A branch that leads others is before them.
-        by_name = sorted(self._branches_of(self._values).items(), key=lambda item: item[0][0] != "v")
+        # V first: it selects the active tokens of Q and K.
+        by_name = sorted(zip(self._names, self._values, strict=True), key=lambda item: item[0] != "v")
         self._parts = [self._part(name, values) for name, values in by_name]
         for part in self._parts:
             part.state.in_flight = True
-        buffer = self._encode(self._layer_codecs.send_buffer.view)
-        if not self._layer_codecs.keeps_values:
-            for part in self._parts:
-                part.state.drop_kept()
-        return buffer
+        return self._encode(self._layer_codecs.send_buffer.view)
 
     def _part(self, name: str, values: torch.Tensor) -> _Part:
         """Return how a tensor is coded, and note it in the states and statistics of the layer."""
@@ -111,7 +105,7 @@ class Message:
         error = None
         if not codec.is_exact:
             sent = leader.sent_values if leader and lead and lead.is_coded else None
-            error = TensorError(name[0], layer.layer, layer.counts_errors, sent.error if sent else None)
+            error = TensorError(name, layer.layer, layer.counts_errors, sent.error if sent else None)
         if lead:
             lead.prepare(state.sent, codec)
         active = active_tokens_for(layer, name, head_group, values, codec, slots) if codec.selects_tokens else None
@@ -129,14 +123,14 @@ class Message:
     def _encode(self, new_buffer: Callable[[Sequence[int], torch.device], torch.Tensor]) -> torch.Tensor:
         """Encode all tensors into a buffer, and add it to the statistics."""
         first, layer = self._parts[0], self._layer_codecs
-        of_tensors = tuple((part.name[0], part.codec, part.shape) for part in self._parts)
+        of_tensors = tuple((part.name, part.codec, part.shape) for part in self._parts)
         self._layout = message_layout(of_tensors, first.values.dtype)
         device = first.values.device
         buffer = new_buffer((first.values.shape[0], self._layout.nbytes), device)
         layer.stats.sent_bytes += self._copies * first.shape[0] * self._layout.nbytes
         for part, mask, payload in zip(self._parts, self._layout.masks, self._layout.payloads, strict=True):
             part.payload = buffer.narrow(1, *payload)
-            if part.active and part.name[0] == selecting_name(part.name)[0]:
+            if part.active and part.name == selecting_name(part.name):
                 pack_active(part.active, buffer.narrow(1, *mask), self._unsent_slots)
         energies = layer.errors.add([part.error for part in self._parts if part.error], device)
         coded_tensor.encode(self._parts, energies)
@@ -167,33 +161,15 @@ class Message:
             self._repeat_losslessly()
             received = resend(self._encode(_new_buffer))
         assert self._layout
-        target_of = self._branches_of(targets)
+        target_of = dict(zip(self._names, targets, strict=True))
         for part, payload in zip(self._parts, self._layout.payloads, strict=True):
             part.receive(target_of[part.name], received.narrow(1, *payload), self._local_slots)
             if part.codec.selects_tokens:
                 part.active = self._layer_codecs.selections[selecting_name(part.name), self._head_group].received
-        coded_tensor.decode([part for part in self._parts if not part.name[1:]])
-        if len(target_of) > len(targets):
-            # The decoded values of a leading branch are added to those that follow it.
-            coded_tensor.decode([part for part in self._parts if part.name[1:]])
-            self._join_copies(targets, target_of)
+        coded_tensor.decode(self._parts)
         for part in self._parts:  # after an error, the references of both ends may differ
             part.state.in_flight = False
-        self._layer_codecs.drop_references(target_of, self._head_group)
-
-    def _branches_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors (P, G, H, T, D) by name, those of each branch in the batch by itself."""
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in zip(self._names, tensors, strict=True):
-            found |= self._layer_codecs.split_branches(name, tensor, self._samples)
-        return found
-
-    def _join_copies(self, targets: Sequence[torch.Tensor], target_of: Mapping[str, torch.Tensor]) -> None:
-        """Write to the targets what was decoded of each branch, where that was to copies."""
-        for name, target in zip(self._names, targets, strict=True):
-            parts = [part for each, part in target_of.items() if each[0] == name]
-            if any(part.untyped_storage().data_ptr() != target.untyped_storage().data_ptr() for part in parts):
-                target.copy_(self._layer_codecs.join_branches(parts, self._samples))
+        self._layer_codecs.drop_references(self._names, self._head_group)
 
     def _repeat_losslessly(self) -> None:
         """Send all tensors by themselves, and no differences to them in this step."""

@@ -90,7 +90,7 @@ class ReferenceStore:
             self.states[key] = self._new_state(call)
             self._num_branches = max(self._num_branches, call.branch + 1)
         state = self.states[key]
-        state.call(self._clock.step, call.batched_branches)
+        state.call(self._clock.step)
         return state
 
     def drop(self, key: Hashable, branch: int) -> None:

@@ -234,7 +234,6 @@ class CodecRuntime:
             gathers_kv=state.gathers_kv,
             leader=leader.links(is_ring) if leader else None,
             keeps_values=self.store.is_followed(call.key, call.branch),
-            batched_branches=state.batched_branches,
             send_buffer=self._send_buffer,
         )
 

@@ -158,7 +158,7 @@ class VirtualRanks:
         sources, targets = zip(*itertools.permutations(range(self.layout.num_slow), 2), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         sent = rows.clone()
-        received = _through_codecs(name, values, layer_codecs, samples=rows.shape[4])
+        received = _through_codec(name, values, layer_codecs)
         sent[sources, targets] = received.view(len(sources), *rows.shape[2:])
         split = sent.permute(*map(order.index, range(4)), 4, 5, 6, 7)
         shards = self._join(split, 2 + _HEAD_DIM)
@@ -217,7 +217,7 @@ class VirtualRanks:
             return tensor
         blocks = [parts[index].unflatten(_TOKEN_DIM, (size, -1)).permute(2, 0, 1, 3, 4) for index in sharded]
         sent = self._reshard_along_fast(torch.cat(blocks, 3))
-        received = _through_codecs(name, sent, layer_codecs, tensor.shape[0], self.layout.num_slow - 1)
+        received = _through_codec(name, sent, layer_codecs, self.layout.num_slow - 1)
         received = self._reshard_back(received, tensor.shape[_HEAD_DIM])
         for index, part in zip(sharded, received.split([block.shape[3] for block in blocks], 3), strict=True):
             parts[index] = part.permute(1, 2, 0, 3, 4).flatten(_TOKEN_DIM, _TOKEN_DIM + 1)
@@ -250,35 +250,22 @@ class VirtualRing(VirtualRanks):
         return sent
 
 
-def _through_codecs(
-    name: str, values: torch.Tensor, layer_codecs: LayerCodecs, samples: int, copies: int = 1
-) -> torch.Tensor:
+@torch.no_grad()
+def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int = 1) -> torch.Tensor:
     """Return values (L, G, H, T, D) as receivers decode them, and add to the statistics.
 
     Args:
         name: the tensor's letter.
         values: values by link.
         layer_codecs: codecs of the layer.
-        samples: number of samples in the batch.
         copies: number of receivers of each link's values.
     """
-    parts = layer_codecs.split_branches(name, values, samples)
-    received = [_through_codec(each, part, layer_codecs, copies) for each, part in parts.items()]
-    if not layer_codecs.keeps_values:
-        layer_codecs.link_state(name, ALL_HEADS).drop_kept()
-    layer_codecs.drop_references(parts, ALL_HEADS)
-    return layer_codecs.join_branches(received, samples)
-
-
-@torch.no_grad()
-def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int) -> torch.Tensor:
-    """Return the values of one branch in a batch; see :func:`_through_codecs`."""
     state, stats, errors = layer_codecs.link_state(name, ALL_HEADS), layer_codecs.stats, layer_codecs.errors
     codec, lead = choose(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
     reference, leader, error = state.sent, layer_codecs.leader_of(name, ALL_HEADS), None
     if not codec.is_exact:
         sent = leader.sent_values if leader and lead and lead.is_coded else None
-        error = TensorError(name[0], layer_codecs.layer, layer_codecs.counts_errors, sent.error if sent else None)
+        error = TensorError(name, layer_codecs.layer, layer_codecs.counts_errors, sent.error if sent else None)
     if lead:
         lead.prepare(reference, codec)
     active = active_tokens_for(layer_codecs, name, ALL_HEADS, values, codec) if codec.selects_tokens else None
@@ -289,7 +276,7 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         energies = errors.add([TensorError(each, layer_codecs.layer) for each in measured], values.device)
         for row, of_yardstick in zip(energies, measured.values(), strict=True):
             row.copy_(of_yardstick)
-    layout = message_layout(((name[0], codec, values.shape),), values.dtype)
+    layout = message_layout(((name, codec, values.shape),), values.dtype)
     payload = values.new_empty(len(values), codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
     stats.sent_bytes += copies * len(values) * (layout.nbytes - ALIGNMENT)
     stats.exact_bytes += copies * values.nbytes
@@ -306,7 +293,8 @@ def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, c
         payload = torch.empty_like(values).flatten(1).view(torch.uint8)
         alone = lead and lead._replace(is_coded=False)
         coded_tensor.encode([CodedTensor(values, reference, EXACT, None, payload, lead=alone)], energies[:0])
-        return values
+        received = values
+    layer_codecs.drop_references(name, ALL_HEADS)
     return received
 
 

@@ -15,7 +15,6 @@ def sent_bytes(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
     total: int,
-    batched_branches: int = 1,
     bits: Sequence[float] | None = None,
 ) -> list[int]:
     """Return the bytes of a message on one link, for each step of a run whose values are all finite.
@@ -26,21 +25,13 @@ def sent_bytes(
         shapes: (L, G, H, T, D) of each.
         dtype: type of the values.
         total: number of steps.
-        batched_branches: number of branches of guidance, of which G has equal parts; without `joint` they are coded
-            as one tensor.
         bits: bits per value of each step, assumed in place of what rate control will choose.
     """
-    branches = batched_branches if schedule.joint else 1
     of_steps: Sequence[float | None] = bits or [None] * total
-    return [
-        link_bytes(schedule.codecs(step, total, of_steps[step]), names, shapes, dtype, branches)
-        for step in range(total)
-    ]
+    return [link_bytes(schedule.codecs(step, total, of_steps[step]), names, shapes, dtype) for step in range(total)]
 
 
-def link_bytes(
-    codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, branches: int = 1
-) -> int:
+def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
     """Return the bytes of a message on one link at one step: the message's flag, token masks and payloads.
 
     Args:
@@ -48,14 +39,12 @@ def link_bytes(
         names: letters of the tensors, of "qkvo".
         shapes: (L, G, H, T, D) of each.
         dtype: type of the values.
-        branches: number of equal parts of G that have sections of their own; it divides G.
     """
-    assert all(shape[1] % branches == 0 for shape in shapes), (shapes, branches)
     shape_of = dict(zip(names, shapes, strict=True))
     tensors = []
-    for name, (links, groups, *rest) in shape_of.items():
+    for name, shape in shape_of.items():
         codec = codecs[name]
-        if codec.selects_tokens and name not in SELECTING and shape_of[name][TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
+        if codec.selects_tokens and name not in SELECTING and shape[TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
             codec = replace(codec, token_fraction=1.0)  # V's selection is of other tokens
-        tensors += [(name, codec, (links, groups // branches, *rest))] * branches
+        tensors.append((name, codec, shape))
     return message_layout(tuple(tensors), dtype).nbytes

@@ -88,15 +88,14 @@ class Resharding:
             tokens: number of groups of tokens that a link carries, or of ranks whose tokens a block holds.
             bits: of each step.
         """
-        scenario, workload = self._scenario, self._scenario.workload
+        scenario = self._scenario
         shapes = []
         for name in names:
             own = scenario.shard.num_tokens(name)
             groups, count = (tokens, own) if num_slots > 1 else (1, tokens * own)
             heads = self.kv_heads if name in "kv" else self.heads
-            shapes.append((1, groups * scenario.rows, heads, count, workload.head_dim))
-        steps, branches = scenario.steps, workload.rows_per_image
-        sizes = coded_bytes.sent_bytes(schedule, names, shapes, DTYPE, steps, branches, bits)
+            shapes.append((1, groups * scenario.rows, heads, count, scenario.workload.head_dim))
+        sizes = coded_bytes.sent_bytes(schedule, names, shapes, DTYPE, scenario.steps, bits)
         return [max(1, num_slots) * size for size in sizes]
 
     def by_stock(self, names: str) -> Message:

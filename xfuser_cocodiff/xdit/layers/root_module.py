@@ -35,8 +35,6 @@ class RootModule:
         self._transformer, self._counts_calls, self._before_call = weakref.ref(transformer), counts_calls, before_call
         self.run: Any = None
         """The run of the current call; None where its layers are not encoded."""
-        self.batched_branches = 1
-        """Number of branches in the batch of the current call, if they are coded together."""
         self.calls = 0
         """Number of calls in this step, the current one included."""
         self.total_calls = 0

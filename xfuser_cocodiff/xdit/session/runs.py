@@ -5,14 +5,12 @@ outside of any run are lossless, since the ends of their steps are unknown. So a
 since nothing tells to which of them a call belongs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.patching.log import warn_once
-from xfuser_cocodiff.xdit.session.batched_branches import BatchedBranches
 
 MAX_BRANCHES = 16
 """Maximum number of calls of a transformer in one step; more of them mean that ends of steps are not detected."""
@@ -38,8 +36,6 @@ class Run:
     """Whether a loop over an iterable declares it, which may be left early without notice."""
     is_in_step: bool = True
     """Whether calls belong to it; between two steps of a loop they do not, since it has been left then."""
-    batched_branches: BatchedBranches = field(default_factory=BatchedBranches)
-    """Branches in the batches of its calls."""
 
     @property
     def is_over(self) -> bool:
@@ -54,11 +50,10 @@ class Runs:
 
     Args:
         runtime: runtime of the codecs; None where all communication is lossless.
-        all_agree: returns whether all ranks pass the same value; a collective.
     """
 
-    def __init__(self, runtime: CodecRuntime | None, all_agree: Callable[[object], bool]) -> None:
-        self._runtime, self._all_agree = runtime, all_agree
+    def __init__(self, runtime: CodecRuntime | None) -> None:
+        self._runtime = runtime
         self.open: list[Run] = []
         """Open runs, oldest first."""
         self._inactive_reason = _NO_RUN
@@ -119,7 +114,7 @@ class Runs:
         """End all runs."""
         self._set_open([])
 
-    def before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_call(self, root: RootModule) -> None:
         """Set the run of a transformer's next call, `root.run`; None where its layers are not encoded.
 
         All ranks set the same one.
@@ -138,10 +133,6 @@ class Runs:
             warn_once(f"compression inactive for the rest of the run: {self._inactive_reason}")
             runtime.end_run()
             root.run = None
-        counts = root.run and runtime.schedule.joint
-        root.batched_branches = (
-            root.run.batched_branches.count(root, args, kwargs, root.run.step, self._all_agree) if counts else 1
-        )
         if self._undeclared_calls > _MAX_UNDECLARED_CALLS:
             self._warn_inactive(_NO_RUN)
 

@@ -96,7 +96,7 @@ class Session:
     """Autotuner of overlap schedules; None without a mesh."""
 
     def __post_init__(self) -> None:
-        self.runs = Runs(self.runtime, self.all_agree)
+        self.runs = Runs(self.runtime)
         self.layers = Layers(
             *(self._overlaps, self.start_value, self.overlap.v_first is not False),
             *(self._counts_calls, self._before_call),
@@ -235,7 +235,7 @@ class Session:
 
     def _before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
         """Set the run of a transformer's call, and whether the plugin acts in its layers, the same on all ranks."""
-        self.runs.before_call(root, args, kwargs)
+        self.runs.before_call(root)
         tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
         size = sum(each.numel() for each in tensors).bit_length()
         may_run_stock = self.runs.only and self.runtime is None and not self._has_padding and size in self._sizes
@@ -369,7 +369,7 @@ class Session:
     @staticmethod
     def _coded_call(layer: BaseLayer, sizes: LayerSizes, gathers_kv: bool = False) -> CodedCall:
         root = layer.root
-        return CodedCall(layer.name, id(layer), layer.branch, sizes, id(root), root.batched_branches, gathers_kv)
+        return CodedCall(layer.name, id(layer), layer.branch, sizes, id(root), gathers_kv)
 
     def _is_encoded(self, layer: BaseLayer | None) -> bool:
         """Return whether a layer is encoded in this call."""
