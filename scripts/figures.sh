@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the predicted tables of README.md and docs/ from recorded steps, on the CPU, in about two hours on two cores.
+# Makes the predicted tables of README.md and docs/ from recorded steps, on the CPU, in half an hour on two cores.
 #   scripts/figures.sh FOLDER     a folder for the records; cells that it has are not predicted again
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: scripts/figures.sh FOLDER" >&2; exit 2; }
@@ -14,13 +14,30 @@ predict() {
     python -m benchmarks.cluster --json "$folder/cluster-$name.json" "$@"
 }
 
-parts=(default exact@v_first=off@head_groups=1 paper@v_first=off@head_groups=1)
-models=(sd35 flux1 qwen-image flux2)
-predict ethernet --machine ethernet-25 ethernet-100 --model qwen-image flux1 --resolution 1024
-predict boxes --machine pcie --nodes 1 2 --model flux1 --resolution 1024 2048 --modes "${parts[@]}"
-predict h100 --machine dgx-h100 --nodes 1 2 --model flux1 --resolution 1024
-predict arc --machine arc-b60 --nodes 1 --model flux1 --resolution 1024
-predict aurora --machine aurora --nodes 1 2 --model "${models[@]}" --resolution 768 1536 2304 --modes "${parts[@]}"
-predict batch --machine aurora --nodes 1 2 --model "${models[@]}" --resolution 1536 --batch 8 --modes "${parts[@]}"
-predict peak --machine aurora --nodes 4 --model sd35 --resolution 2304 --modes "${parts[@]}"
+on_machines() {
+    local model=(--model "$1" --resolution "$2")
+    predict "$1-nodes" --machine ethernet-25 ethernet-100 --nodes 2 "${model[@]}"
+    predict "$1-boxes" --machine pcie dgx-h100 aurora --nodes 1 2 "${model[@]}"
+    predict "$1-arc" --machine arc-b60 --nodes 1 "${model[@]}"
+}
+
+# An image and a video model on each machine.
+machines() {
+    on_machines flux1 1024
+    on_machines wan 720
+}
+
+# The paper's models, of which SD3.5 has no flat Ulysses, so that its baseline is best stock; and the paper's peak.
+paper() {
+    local parts=(exact balanced paper exact@v_first=off@head_groups=1 exact/flat@v_first=on paper@v_first=off@head_groups=1)
+    local aurora=(--machine aurora --nodes 1 2 --modes "${parts[@]}") models=(--model flux1 qwen-image flux2)
+    predict paper "${aurora[@]}" "${models[@]}" --resolution 768 1536 2304
+    predict batch "${aurora[@]}" "${models[@]}" --resolution 1536 --batch 8
+    predict sd35 "${aurora[@]}" best_stock --model sd35 --resolution 768 1536 2304
+    predict peak --machine aurora --nodes 4 --model sd35 --resolution 2304 --modes default "${parts[@]}"
+}
+
+machines &
+paper
+wait $!
 python -m benchmarks.cluster.tables "$folder"

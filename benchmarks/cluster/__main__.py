@@ -8,7 +8,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from benchmarks import command_line
@@ -43,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{', '.join(variants.BEST_MODES)}, or default: all that apply (default); a PLAN has semicolons for its commas",
     )
     parser.add_argument("--layers", type=positive, default=2, help="recorded blocks of each kind (%(default)s)")
-    zero = command_line.at_least(0, float)
-    parser.add_argument("--launch-us", type=zero, help="host time of a launch; 0 for CUDA graphs (the accelerator's)")
     return command_line.run(parser, _run, argv)
 
 
@@ -82,9 +79,6 @@ def _cells(options: argparse.Namespace) -> Any:
     from xfuser_cocodiff.tools.simulation.workloads import PIXELS_PER_TOKEN, find_workload
 
     machines = [MACHINES[name] for name in options.machine]
-    if options.launch_us is not None:
-        changed = {"launch_seconds": 1e-6 * options.launch_us}
-        machines = [replace(each, accelerator=replace(each.accelerator, **changed)) for each in machines]
     for resolution in options.resolution:
         if resolution % PIXELS_PER_TOKEN:
             raise ValueError(f"--resolution {resolution} is not valid; valid are multiples of {PIXELS_PER_TOKEN}")

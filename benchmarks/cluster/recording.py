@@ -127,8 +127,7 @@ class Recorder:
     def _record_rule(self, rule: Rule) -> Recording:
         bare_runtime.use_session(Session())
         with rule.running(self._device):
-            for _ in range(_WARMUP_STEPS):
-                self._step()
+            self._step()  # creates the inputs, and what a rule keeps
             return Recording({"step": self._step()}, {"step": 1.0})
 
     def _record_lossless(self, session: Session) -> Recording:

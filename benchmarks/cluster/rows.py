@@ -116,7 +116,6 @@ def describe(cell: Cell, names: Sequence[str]) -> dict[str, Any]:
         "batch": cell.batch,
         "text_tokens": cell.workload.text_tokens,
         "blocks": cell.blocks,
-        "launch_us": 1e6 * cell.machine.accelerator.launch_seconds,
         "modes": list(names),
         "slow_axes": list(cell.profile.slow_axes),
     }

@@ -14,13 +14,8 @@ from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit
 STOCK, BEST_STOCK, DEFAULT = "stock", "best_stock", "default"
 BEST_MODES = {f"best_{mode}": mode for mode in MODES}
 """Modes of the plugin by the name that stands for the mode in its fastest split."""
-DEFAULT_MODES = (
-    *(BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "best_fast", "paper"),
-    *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
-)
-"""What DEFAULT stands for, as far as it applies to a cell."""
-_STOCK_RULES = ("stock-combined", "stock-separate")
-"""How stock sends Q, K and V; the faster one counts as best stock."""
+DEFAULT_MODES = (BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "best_fast")
+"""What DEFAULT stands for; without the lossy modes where no axis is slow for the device, since they equal `exact`."""
 _LARGEST_SLOWDOWN = 1.3
 """Simulated step time over the best one up to which a split of a mode is predicted from recorded steps. The simulator
 is asked to be within 10 %, so that the fastest split is far inside."""
@@ -41,7 +36,7 @@ class Variant:
     @property
     def is_stock(self) -> bool:
         """Whether it is stock xDiT in some split."""
-        return self.rule is not None and self.rule.name in (STOCK, *_STOCK_RULES)
+        return self.rule is not None and self.rule.name.startswith(STOCK)
 
 
 def contenders(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
@@ -61,21 +56,9 @@ def expand(cell: Cell, names: Sequence[str]) -> list[str]:
 
 
 def _applicable(cell: Cell) -> list[str]:
-    """Return the default variants that differ from others in this cell.
-
-    Lossy modes appear with the slow axes that are the default, if there are any, and with those of the machine.
-    """
-    sizes, by_default = {axis.name: axis.size for axis in cell.topology.axes}, cell.profile.slow_axes
-    slow_axes = [axis for axis in cell.machine.slow_axes if sizes.get(axis, 1) > 1]
-    names = []
-    for name in DEFAULT_MODES:
-        mode = BEST_MODES.get(name, name)
-        is_lossy = mode in MODES and mode != EXACT
-        if (by_default or not is_lossy) and not (name in RULES and RULES[name].needs_ring and cell.nodes == 1):
-            names.append(name)
-        if is_lossy and name == mode and slow_axes and {*slow_axes} != {*by_default}:
-            names.append(f"{name}@slow_axes={';'.join(slow_axes)}")
-    return names
+    """Return the default variants that differ from others in this cell."""
+    lossless = (BEST_STOCK, EXACT, f"best_{EXACT}")
+    return [name for name in DEFAULT_MODES if name in lossless or cell.profile.slow_axes]
 
 
 def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
@@ -96,11 +79,7 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
     variants = [Variant(STOCK, flat, RULES[STOCK])] if has_flat else []
     for name in dict.fromkeys(names):
         if name == BEST_STOCK:
-            variants += [
-                Variant(f"{rule} {degree}x{ranks // degree}", UlyssesRingSplit(degree, ranks // degree), RULES[rule])
-                for degree in ulysses_degrees(heads, ranks)
-                for rule in _STOCK_RULES
-            ]
+            variants += [each for each in _stock_splits(cell) if each.name not in {known.name for known in variants}]
         elif name in BEST_MODES:
             variants += _other_splits(cell, BEST_MODES[name], flat if has_flat else _fastest(cell, BEST_MODES[name]))
         elif name in RULES and name != STOCK:
@@ -112,6 +91,22 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
                 raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
             parse_mode(name, cell.topology, flat)
             variants.append(Variant(name, flat if has_flat else _fastest(cell, mode), mode=name))
+    return variants
+
+
+def _stock_splits(cell: Cell) -> list[Variant]:
+    """Return stock in each split, with Q, K and V in as many messages as the model has, and in three or one instead.
+
+    Without a Ulysses group there are no such messages.
+    """
+    ranks, variants = cell.topology.size, []
+    other = "stock-separate" if cell.workload.combines_qkv else "stock-combined"
+    for degree in ulysses_degrees(cell.workload.heads, ranks):
+        split = UlyssesRingSplit(degree, ranks // degree)
+        name = f"{degree}x{ranks // degree}"
+        variants.append(Variant(STOCK if degree == ranks else f"{STOCK} {name}", split, RULES[STOCK]))
+        if degree > 1:
+            variants.append(Variant(f"{other} {name}", split, RULES[other]))
     return variants
 
 

@@ -64,7 +64,7 @@ def test_a_record_has_speedups_over_stock_and_its_fastest_split(recorded: list[s
     assert best["variant"] == "stock" and best["split"] == {"ulysses": 8, "ring": 1}
     speedup = (5 * MS + message) / (3 * MS + message)
     assert exact["speedup"] == exact["speedup_over_best_stock"] == pytest.approx(speedup)
-    assert {name.split()[-1] for name in recorded if name.startswith("stock-")} == {"1x8", "2x4", "4x2", "8x1"}
+    assert {name.split()[-1] for name in recorded if name.startswith("stock ")} == {"1x8", "2x4", "4x2"}
     recorded.clear()
     assert command.main(arguments) == 0 and not recorded  # the file has this cell
     assert command.main([*arguments[:-4], "fp4", *arguments[-2:]]) == 0 and "fp4" in recorded
@@ -87,7 +87,7 @@ def test_errors_name_option_value_and_valid_set(
     assert message in capsys.readouterr().err and not recorded
 
 
-@pytest.mark.parametrize("arguments", [["--machine", "frontier"], ["--nodes", "0"], ["--launch-us", "-1"]])
+@pytest.mark.parametrize("arguments", [["--machine", "frontier"], ["--nodes", "0"]])
 def test_choices_and_numbers_are_checked(arguments: list[str], recorded: list[str]) -> None:
     with pytest.raises(SystemExit):
         command.main([*CELL, *arguments])
@@ -105,13 +105,20 @@ def test_text_that_xdit_cannot_shard_is_shortened() -> None:
     assert "500 text tokens are not divisible by 24: xDiT fails" in cell(model="flux.2-dev", text_tokens=500).problem
 
 
-def test_default_variants_are_those_that_apply() -> None:
-    one, two = ({*variants.expand(cell("dgx-h100", nodes), ["default"])} for nodes in (1, 2))
-    assert two - one == {"balanced@slow_axes=node", "fast@slow_axes=node", "paper@slow_axes=node"} | {
-        *("kv-gather", "compact-ring")
-    }  # measured, the axis is not slow
-    assert {"best_stock", "exact", "v-first", "fp8", "fp4", "int8"} <= one
-    assert [each for each in variants.expand(cell(), ["default"]) if each.startswith("balanced")] == ["balanced"]
+def test_lossy_modes_are_left_out_where_no_axis_is_slow() -> None:
+    fast, slow = (variants.expand(cell(machine), ["default"]) for machine in ("dgx-h100", "aurora"))
+    assert fast == ["best_stock", "exact", "best_exact"]
+    assert slow == [*fast, "balanced", "best_balanced", "fast", "best_fast"]
+
+
+def test_best_stock_has_each_split_with_one_message_and_three() -> None:
+    """FLUX.1 sends Q, K and V in one message, Qwen-Image in three; a ring alone has no such messages."""
+    for model, other in (("flux.1-dev", "stock-separate"), ("qwen-image", "stock-combined")):
+        names = [each.name for each in variants.parse(cell("dgx-h100", 1, model), ["best_stock"])]
+        splits = ("1x8", "2x4", "4x2")
+        assert sorted(names) == sorted(
+            ["stock", *(f"stock {split}" for split in splits), *(f"{other} {split}" for split in ("2x4", "4x2", "8x1"))]
+        )
 
 
 def test_splits_of_modes_and_rules() -> None:
@@ -148,26 +155,47 @@ def test_another_schedule_must_save_enough_and_keyframes_count_by_their_weight()
 
 def table_cell(seconds: dict[str, float], **changed: Any) -> dict[str, Any]:
     """Return a cell of two nodes of Aurora; half a second of each step is computation."""
-    found = [{"mode": mode, "step_seconds": [each], "compute_seconds": 0.5} for mode, each in seconds.items()]
-    return {
-        **{"machine": "aurora", "nodes": 2, "ranks": 24, "model": "flux.1-dev", "resolution": 1536, "batch": 1},
-        **{"text_tokens": 512, "launch_us": 10.0, "rows": found, **changed},
-    }
+    found = [
+        {
+            **{"mode": mode, "step_seconds": [each], "compute_seconds": 0.5, "exposed_seconds": each - 0.5},
+            "split": {"ulysses": 12, "ring": 2},
+        }
+        for mode, each in seconds.items()
+    ]
+    known = {"machine": "aurora", "nodes": 2, "ranks": 24, "model": "flux.1-dev", "resolution": 768, "batch": 1}
+    return {**known, "modes": ["default"], "rows": found, **changed}
 
 
-def test_tables_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"stock": 2.0, "best_stock": 1.6, tables.PARTS["TAPA"]: 1.25, "exact": 0.8, "balanced@slow_axes=gpu": 0.4}
-    old, new = table_cell({**times, "exact": 9.0}), table_cell(times)
-    other = table_cell({"stock": 2.0, "best_stock": 1.6, "exact": 0.2}, resolution=2304)
-    graphs = table_cell({**times, "exact": 0.1}, resolution=768, launch_us=0.0)
-    for name, created, cells in (("b", "2026-01-01", [old]), ("a", "2026-01-02", [new, other, graphs])):
-        (tmp_path / f"cluster-{name}.json").write_text(json.dumps({"created": created, "cells": cells}))
-    assert tables.main([str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "| `aurora`, 24 | 2 | 4.00 | - | 4.00(1) | - | - | - | - |" in printed  # means of 2 and 8
-    assert "| flux.1-dev, 1536 px, 24 | 4.00 | 1.60 | - | - | - | 2.50 | 5.00 |" in printed
-    assert "| mean, 24, batch 1 | 4.00 | 1.60(1) | - | - | - | 5.00 | 5.00(1) |" in printed
-    assert tables.main([str(tmp_path / "empty")]) == 0
+def printed_tables(folder: Path, capsys: pytest.CaptureFixture[str], **records: dict[str, Any]) -> list[str]:
+    """Return the lines of the tables of records by name, which are younger from one to the next."""
+    for day, (name, record) in enumerate(records.items()):
+        (folder / f"cluster-{name}.json").write_text(json.dumps({"created": f"2026-01-0{day + 1}", "cells": record}))
+    assert tables.main([str(folder)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_table_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"best_stock": 2.0, "best_exact": 1.6, "best_balanced": 0.8}
+    records = {"old": [table_cell({**times, "best_exact": 9.0})], "new": [table_cell(times)]}
+    lines = printed_tables(tmp_path, capsys, **records)
+    assert lines[0] == "| model | machine, ranks | best stock | waits | `exact` | `balanced` | `fast` |"
+    row = "| flux.1-dev, 768 px | `aurora`, 24 | 2.00 s, 12x2 | 75 % | 1.25x, 12x2 | 2.50x, 12x2 | - |"
+    assert [line for line in lines if "flux" in line] == [row]
+
+
+def test_table_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its columns beside the bound are 1, 2, 4, ... times as fast as the baseline."""
+    modes = {mode: 2.0 / 2**index for index, mode in enumerate(tables.PARTS.values())}
+    twice = {mode: 2 * each for mode, each in modes.items()}
+    flat = [table_cell({"stock": 2.0, **modes}), table_cell({"stock": 8.0, **modes}, resolution=1536)]
+    ring = table_cell({"best_stock": 2.0, **twice}, model="sd3.5-large")
+    lines = printed_tables(tmp_path, capsys, paper=[*flat, ring])
+    columns = " | ".join(f"{2**power:.2f}/{4 * 2**power:.2f}" for power in range(6))
+    assert lines[-3:] == [
+        f"| flux.1-dev, 24, 768/1536 px | 4.00/16.00 | {columns} |",
+        "| sd3.5-large, 24, 768 px, over best stock | 4.00 | 0.50 | 1.00 | 2.00 | 4.00 | 8.00 | 16.00 |",
+        "| mean, 24, batch 1 | 8.00 | 2.00 | 4.00 | 8.00 | 16.00 | 32.00 | 64.00 |",
+    ]
 
 
 def test_a_record_of_another_kind_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,6 @@ class Machine:
     are interpolated linearly in the logarithm of the bytes, and constant beyond the points."""
     internode_contention: float = 1.0
     """Further factor on `contention` for collectives that cross nodes."""
-    slow_axes: tuple[str, ...] = (NODE,)
-    """Axes with which predictions also run lossy modes where they are not those measured as slow."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -105,7 +103,6 @@ AURORA = Machine(
     # 25.5 ms at 48 MB; on several nodes a mean speedup of TAPA of 2.2x. No other figure is fitted.
     contention=((6e6, 1.21), (48e6, 4.77)),
     internode_contention=4.5,
-    slow_axes=(NODE, "gpu"),
 )
 
 DGX_H100 = Machine(
@@ -139,7 +136,6 @@ PCIE = Machine(
     ),
     launch_seconds=18e-6,  # assumed, as above
     accelerator=L20,
-    slow_axes=(NODE, "gpu"),
 )  # contention 1: a slot sends its 7 parts in less time than UPI needs for four
 
 ETHERNET_100 = Machine(
@@ -173,7 +169,6 @@ ARC_B60_BOX = Machine(
     ),
     launch_seconds=ONECCL_SECONDS,
     accelerator=ARC_B60,
-    slow_axes=(NODE, "gpu"),
 )
 
 MACHINES = {machine.name: machine for machine in (AURORA, DGX_H100, PCIE, ETHERNET_25, ETHERNET_100, ARC_B60_BOX)}
