@@ -1,7 +1,6 @@
 """Replacement of the collectives inside xDiT's USP, to run schedules of other systems in xDiT's own transformers."""
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ RingAttention = Callable[[Attention, torch.Tensor, torch.Tensor, torch.Tensor, d
 class Collectives:
     """What USP does instead of stock's collectives; None keeps stock's."""
 
-    exchange_inputs: Callable[[str, Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-    """Reshards tensors, named by letters of "qkv", from sequence-sharded to head-sharded. It is given all three at once
-    where they have the same shape, whatever the model does in stock."""
+    exchange_inputs: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+    """Reshards tensors from sequence-sharded to head-sharded. It is given Q, K and V at once where they have the same
+    shape, whatever the model does in stock."""
     exchange_output: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Reshards O from head-sharded to sequence-sharded."""
     ring_attention: RingAttention | None = None
@@ -72,15 +71,14 @@ def _replacements(collectives: Collectives, usp: Any) -> Iterator[tuple[str, Cal
     if collectives.combined is False:
         yield "_combined_qkv_all_to_all", lambda *tensors: tuple(map(single, tensors))
         yield "_combined_gqa_qkv_all_to_all", lambda *tensors: tuple(map(single, tensors))
-    letters = itertools.cycle("qkv")  # USP sends each of them once, in this order, unless it sends them together
     if exchange := collectives.exchange_inputs:
 
         def combined(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
-            return (*exchange("qkv", [q, k, v]), *map(single, extra))
+            return (*exchange([q, k, v]), *map(single, extra))
 
-        yield "_ft_c_input_all_to_all", lambda x: exchange(next(letters), [x])[0]
+        yield "_ft_c_input_all_to_all", lambda x: exchange([x])[0]
         yield "_combined_qkv_all_to_all", combined
         yield "_combined_gqa_qkv_all_to_all", combined
     if collectives.exchange_output:

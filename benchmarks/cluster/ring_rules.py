@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 
 from benchmarks.accelerator.device import EmulatedAccelerator
-from benchmarks.cluster.ulysses_rules import wait
+from benchmarks.cluster.fp4_ulysses import wait
 
 RESIDUAL_BITS = 2
 

@@ -111,8 +111,6 @@ def _stock_splits(cell: Cell) -> list[Variant]:
 
 
 def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:
-    if rule.plugin_variant:
-        return Variant(rule.name, split, mode=rule.plugin_variant)
     if rule.needs_ring and cell.nodes == 1:
         raise ValueError(f"--modes {rule.name!r} needs several nodes, for a ring across them")
     within = cell.machine.ranks_per_node
