@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.faults import KINDS, Fault
+from benchmarks.soak.faults import ERRORS, KILLED, Fault
 from benchmarks.soak.job import HANGS, Job, Outcome, Settings
 from benchmarks.soak.request import Request, draw
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
@@ -22,7 +22,7 @@ class Plan:
     seed: int
     ranks: int
     requests: int
-    kinds: Sequence[str] = ()
+    faults: Sequence[str] = ()
     """Kinds of faults, which take turns."""
     fault_every: int = 10
     """Every so many requests one is struck, and run once more without the fault."""
@@ -47,10 +47,10 @@ class Plan:
     def fault(self, number: int) -> Fault | None:
         """Return the fault that strikes a request; None for most."""
         turn, last = divmod(number + 1, self.fault_every)
-        if last or not self.kinds:
+        if last or not self.faults:
             return None
         generator = random.Random(f"{self.seed} fault {number}")
-        kind = self.kinds[(turn - 1) % len(self.kinds)]
+        kind = self.faults[(turn - 1) % len(self.faults)]
         return Fault(kind, generator.randrange(self.ranks), generator.randrange(self.request(number).steps - 1))
 
 
@@ -108,19 +108,16 @@ class Campaign:
         self.report(f"request {number}{struck}: {request.model} {request.mode}; {len(self.failures)} failures so far")
 
     def _strike(self, number: int, request: Request, fault: Fault) -> None:
-        kind, survivors = KINDS[fault.kind], {*range(self.plan.ranks)} - {fault.victim}
-        waits = sorted(survivors) if kind.ends_job else range(self.plan.ranks)
-        if kind.ends_job:
+        kills = fault.kind == KILLED
+        waits = [rank for rank in range(self.plan.ranks) if not (kills and rank == fault.victim)]
+        if kills:
             self._in_job(request)  # so that all have started
         outcomes = self._in_job(request, fault, waits)
-        if kind.ends_job:
+        if kills:
             self._end_job()
-        if kind.error is None:
-            passed = self._check(number, request, outcomes, kind.is_comparable, fault.kind)
-        else:
-            words = kind.error.format(victim=fault.victim)
-            wrong = [f"rank {rank}: {outcomes[rank].error}" for rank in waits if words not in str(outcomes[rank].error)]
-            passed = not wrong or self._fail(number, request, f"{fault.kind}: not {words!r} but {wrong[0]}")
+        words = ERRORS[fault.kind].format(victim=fault.victim)
+        wrong = [f"rank {rank}: {outcomes[rank].error}" for rank in waits if words not in str(outcomes[rank].error)]
+        passed = not wrong or self._fail(number, request, f"{fault.kind}: not {words!r} but {wrong[0]}")
         self.faults[fault.kind] = self.faults.get(fault.kind, 0) + passed
 
     def _in_job(self, request: Request, fault: Fault | None = None, waits: Sequence[int] = ()) -> list[Outcome]:
@@ -153,16 +150,14 @@ class Campaign:
             self._fresh[request] = [each.digest or each.error for each in outcomes]
         return self._fresh[request]
 
-    def _check(
-        self, number: int, request: Request, outcomes: list[Outcome], is_comparable: bool = True, what: str = ""
-    ) -> bool:
+    def _check(self, number: int, request: Request, outcomes: list[Outcome]) -> bool:
         """Return whether a request has returned on all ranks with the bits of a fresh one; record a failure if not."""
         expected = self._digests(request)
         for rank, outcome in enumerate(outcomes):
             if outcome.error is not None:
-                return self._fail(number, request, f"{what} rank {rank}: {outcome.error}")
-            if is_comparable and outcome.digest != expected[rank]:
-                return self._fail(number, request, f"{what} rank {rank}: other bits than a fresh process, {expected}")
+                return self._fail(number, request, f"rank {rank}: {outcome.error}")
+            if outcome.digest != expected[rank]:
+                return self._fail(number, request, f"rank {rank}: other bits than a fresh process, {expected}")
         return True
 
     def _fail(self, number: int, request: Request, cause: str) -> bool:

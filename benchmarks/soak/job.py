@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.soak.faults import Fault
 from benchmarks.soak.request import Request
 
 END_SECONDS = 20.0
@@ -65,7 +66,6 @@ class Outcome:
     """Class and message of the exception; None if the request returned."""
     resources: dict[str, int] | None = None
     """What the process holds after it; None if it hangs or has ended."""
-    decisions: dict[str, Any] | None = None
 
 
 class Job:
@@ -92,12 +92,12 @@ class Job:
         for _, other in pipes:
             other.close()
 
-    def run(self, request: Request, fault: Any = None, waits: Sequence[int] = ()) -> list[Outcome]:
+    def run(self, request: Request, fault: Fault | None = None, waits: Sequence[int] = ()) -> list[Outcome]:
         """Run a request on all ranks and return what came of it on each; no rank may take longer than the timeout.
 
         Args:
             request: the request.
-            fault: :class:`faults.Fault` that strikes it.
+            fault: strikes it.
             waits: ranks whose outcome is needed, when not all are.
         """
         for pipe in self._pipes:
@@ -152,7 +152,7 @@ def prepare(models: Path) -> None:
 
     torch.set_num_threads(1)
     xfuser_cocodiff.install()
-    for name in ("xfuser.runner", "xfuser_cocodiff.xdit.session.startup", "benchmarks.soak.faults"):
+    for name in ("xfuser.runner", "xfuser_cocodiff.xdit.session.startup"):
         importlib.import_module(name)
     importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
 
@@ -198,22 +198,16 @@ class _Engines:
         """The last error, which a caller may keep, with the frames of its run."""
         rank_engine.init_rank(rank, settings.ranks)
 
-    def run(self, request: Request, fault: Any) -> Outcome:
+    def run(self, request: Request, fault: Fault | None) -> Outcome:
         """Run a request, and return what came of it."""
-        from benchmarks.soak.faults import KINDS, Target
-
         outcome = Outcome()
         try:
             engine = self._engine(request)
-            if fault is None:
+            with fault.striking(self._rank, engine.pipe.transformer) if fault else contextlib.nullcontext():
                 outcome.digest = engine.run(request.inputs)
-            else:
-                target = Target(fault, self._rank == fault.victim, engine.pipe)
-                with KINDS[fault.kind].inject(target) as callback:
-                    outcome.digest = engine.run(request.inputs, callback)
         except BaseException as error:
             outcome.error, self._kept = f"{type(error).__name__}: {error}", [error]
-        outcome.resources, outcome.decisions = _resources(), self._module.choices()
+        outcome.resources = _resources()
         gc.collect()  # Python's own full collections wait for a quarter of the 800,000 objects that imports create
         return outcome
 

@@ -1,19 +1,10 @@
 """Engine of xDiT's runner on one of several ranks, for requests that differ in size, steps and plugin options."""
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-
-from benchmarks.soak import decisions
-from xfuser_cocodiff.xdit.session.session import active
-
-StepCallback = Callable[[int, torch.Tensor], torch.Tensor]
-"""Called after each step with its number and latents; returns the latents to continue with."""
 
 
 class RankEngine:
@@ -57,17 +48,15 @@ class RankEngine:
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
         self._arguments = [*arguments]
 
-    def run(self, inputs: dict[str, Any], callback: StepCallback | None = None) -> str | None:
+    def run(self, inputs: dict[str, Any]) -> str | None:
         """Run the pipeline and return the SHA-256 of the final latents; None on ranks that decode nothing.
 
         Args:
             inputs: inputs that replace those of the arguments, such as `height`.
-            callback: called after each step.
         """
         self.latents = None
         self._reset_step_cache()
-        with self._with_callback(callback):
-            self._runner.run(self._runner.preprocess_args({**_parse(self._arguments), **inputs}))
+        self._runner.run(self._runner.preprocess_args({**_parse(self._arguments), **inputs}))
         if self.latents is None:
             return None
         content = self.latents.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -76,21 +65,6 @@ class RankEngine:
     def _keep_latents(self, latents: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
         self.latents = latents
         return (latents[:, :3],)
-
-    @contextmanager
-    def _with_callback(self, callback: StepCallback | None) -> Iterator[None]:
-        """Pass a callback to the pipeline, which xDiT's runner does not."""
-        if callback is None:
-            yield
-            return
-
-        def at_end(_: Any, step: int, __: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {"latents": callback(step, tensors["latents"])}
-
-        kind = type(self.pipe)
-        with_callback = functools.partialmethod(kind.__call__, callback_on_step_end=at_end)
-        with mock.patch.object(kind, "__call__", with_callback):
-            yield
 
     def _reset_step_cache(self) -> None:
         """Reset xDiT's step caches, which keep the last run's state and would let a run depend on the one before."""
@@ -112,13 +86,3 @@ def init_rank(rank: int, world_size: int) -> None:
     from xfuser.core.distributed import init_distributed_environment
 
     init_distributed_environment(rank=rank, world_size=world_size, local_rank=rank)
-
-
-def choices() -> dict[str, Any]:
-    """Return the decisions of the session, and the bytes that it sent in each step of the last run."""
-    reports = active().runtime.reports if active().runtime else []
-    return {
-        **decisions.of_run(active()),
-        "sent_bytes": [report.sent_bytes for report in reports],
-        "exact_bytes": [report.exact_bytes for report in reports],
-    }

@@ -13,10 +13,11 @@ import pytest
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak import request
 from benchmarks.soak.campaign import Campaign, Plan
-from benchmarks.soak.faults import KINDS
+from benchmarks.soak.faults import ERRORS
 from benchmarks.soak.job import HANGS, Outcome
+from tests.quick import slow
 
-PLAN = Plan(seed=3, ranks=4, requests=200, kinds=[*KINDS])
+PLAN = Plan(seed=3, ranks=4, requests=200, faults=[*ERRORS])
 
 
 def test_a_request_depends_on_the_seed_and_its_number_only() -> None:
@@ -32,9 +33,9 @@ def test_a_request_depends_on_the_seed_and_its_number_only() -> None:
 def test_every_tenth_request_is_struck_by_the_next_kind() -> None:
     struck = {number: fault for number in range(200) if (fault := PLAN.fault(number))}
     assert [*struck] == [*range(9, 200, 10)]
-    assert [fault.kind for fault in struck.values()] == ([*KINDS] * 2)[:20]
+    assert [fault.kind for fault in struck.values()] == [*ERRORS] * 10
     assert {0, 1, 2} <= {fault.victim for fault in struck.values()} <= {*range(4)}
-    assert all(fault.step < PLAN.request(number).steps - 1 for number, fault in struck.items())
+    assert all(fault.call < PLAN.request(number).steps - 1 for number, fault in struck.items())
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_what_counts_as_a_failure(
         (["--ranks", "3"], "--ranks"),
         (["--requests", "-1"], "-1 is not valid; valid are numbers from 1"),
         (["--timeout", "nan"], "nan is not valid; valid are numbers from 30"),
-        (["--model", "typo"], "FLUX.1-dev"),
+        (["--faults", "stopped"], "interrupted"),
     ],
 )
 def test_invalid_options(arguments: list[str], error: str, capsys: pytest.CaptureFixture) -> None:
@@ -83,19 +84,12 @@ def soak_test(folder: Path, *arguments: str) -> dict:
     return record
 
 
-def test_a_request_after_an_error_in_a_layer_equals_a_fresh_process(tmp_path: Path) -> None:
-    record = soak_test(tmp_path, "--requests", "1", "--faults", "interrupt_in_layer", "--fault-every", "1")
+@pytest.mark.parametrize("fault", ["interrupted", slow("killed")])
+def test_a_request_after_a_fault_equals_a_fresh_process(tmp_path: Path, fault: str) -> None:
+    record = soak_test(tmp_path, "--requests", "1", "--faults", fault, "--fault-every", "1")
     assert (record["equal_requests"], record["fresh_processes"]) == (1, 1)
-    assert record["faults"] == {"interrupt_in_layer": 1}
-    assert [len(sample) for sample in record["samples"]] == [2, 2]  # of the struck request, and of the next
-
-
-@pytest.mark.slow  # one kind is the quick one
-def test_requests_after_all_kinds_of_faults_equal_fresh_processes(tmp_path: Path) -> None:
-    number = str(len(KINDS))
-    record = soak_test(tmp_path, "--requests", number, "--fault-every", "1", "--distinct", "2")
-    assert record["faults"] == dict.fromkeys(KINDS, 1)
-    assert record["equal_requests"] == len(KINDS) and record["samples"][-1][0]["threads"] > 1
+    assert record["faults"] == {fault: 1}
+    assert all(len(sample) == 2 and sample[0]["threads"] > 1 for sample in record["samples"])  # by rank
 
 
 @pytest.mark.slow  # a signal in mid-run
