@@ -1,74 +1,74 @@
-"""python3 -m benchmarks.one_gpu FOLDER COMMAND; scripts/one_gpu.sh calls it."""
+"""Measures one fact on this rank: torchrun -m benchmarks.one_gpu FOLDER FACT; scripts/one_gpu.sh calls it."""
 
-import argparse
-import importlib.metadata
-import importlib.util
-import signal
+import json
+import os
 import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from benchmarks.one_gpu import runner
-from benchmarks.one_gpu.table import COMMANDS
+import torch
+import torch.distributed as dist
 
-MODULES = (
-    *("torch", "triton", "transformers", "xfuser", "diffusers", "yunchang", "distvae", "rich", "bs4", "ftfy"),
-    *("numpy", "PIL", "requests", "einops"),
-)
-"""What the facts import."""
+from benchmarks.one_gpu.setting import NotAvailableError, Row, Setting
+from xfuser_cocodiff import install
 
+install()  # before the facts import xfuser
 
-def options() -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(prog="scripts/one_gpu.sh")
-    parser.add_argument("folder", type=Path, help="folder of the results")
-    parser.add_argument("command", choices=COMMANDS, help="which facts to measure")
-    parser.add_argument("--fact", help=argparse.SUPPRESS)
-    return parser.parse_args()
+from benchmarks.one_gpu import kernel_facts, rank_facts  # noqa: E402
 
-
-def run(folder: Path, command: str, program: str, patience: float = 1.0) -> int:
-    """Run a command and return its exit status: 1 if a fact has failed, 2 if packages are missing.
-
-    Args:
-        folder: folder of the results.
-        command: key of COMMANDS.
-        program: module that measures a fact in a process of its own.
-        patience: factor on all time limits.
-    """
-    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
-    if not importlib.metadata.entry_points(group="torch.backends", name="cocodiff"):
-        missing.append("xfuser-cocodiff")
-    if missing:
-        print(
-            f"one_gpu: missing: {', '.join(missing)}. Nothing is downloaded here: bring wheels and set PYTHONPATH=SITE "
-            "after `python3 -m pip install --no-index --no-deps --no-build-isolation --target SITE *.whl .`",
-            file=sys.stderr,
-        )
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the facts' processes end too
-    folder.mkdir(parents=True, exist_ok=True)
-    failed = runner.run(command, folder, [sys.executable, "-m", program, str(folder), command], patience)
-    if failed:
-        print(f"one_gpu: failed: {', '.join(failed)}; see {folder}/{runner.FACTS_FILE}", file=sys.stderr)
-    return 1 if failed else 0
+FACTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    "versions": kernel_facts.versions,
+    "nccl": rank_facts.nccl,
+    "self_check_balanced": partial(kernel_facts.self_check, mode="balanced"),
+    "self_check_fast": partial(kernel_facts.self_check, mode="fast"),
+    "memcheck": partial(kernel_facts.sanitize, tool="memcheck"),
+    "racecheck": partial(kernel_facts.sanitize, tool="racecheck"),
+    "kernel_times": kernel_facts.kernel_times,
+    "layers": kernel_facts.layers,
+    "two_ranks": rank_facts.two_ranks,
+    "flux": rank_facts.flux,
+    "profile": kernel_facts.profile,
+    "compiled": rank_facts.compiled,
+    "compiled_two_ranks": rank_facts.compiled,
+}
+"""Functions that yield the rows of each fact."""
 
 
-def _measure(folder: Path, command: str, name: str) -> None:
-    """Measure a fact on the GPU and end this process."""
-    import torch
+def measure(name: str, setting: Setting) -> None:
+    """Measure a fact on this rank; rank 0 writes each row as soon as it is known: the machine may end at any time."""
+    started = time.monotonic()
+    with (setting.folder / "facts.jsonl").open("a") as lines:
+        for row in _rows(name, setting):
+            if os.environ["RANK"] == "0":
+                lines.write(json.dumps({"fact": name, "at": round(time.monotonic() - started, 2), **row}) + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
 
-    from xfuser_cocodiff import install
 
-    if not torch.cuda.is_available():
-        sys.exit("PyTorch finds no GPU of NVIDIA; scripts/one_gpu.sh FOLDER COMMAND --dry-run needs none")
-    install()  # before xfuser is imported
-    from benchmarks.one_gpu import measuring
+def _rows(name: str, setting: Setting) -> Iterator[Row]:
+    try:
+        yield from FACTS[name](setting)
+    except NotAvailableError as error:
+        yield {"not_available": str(error)}
 
-    measuring.measure_and_exit(command, name, measuring.Setting(folder, torch.device("cuda", 0)))
+
+def measure_and_exit(name: str, setting: Setting) -> None:
+    """Measure a fact and end this process, without destructors, which may wait for other ranks."""
+    status = 0
+    try:
+        measure(name, setting)
+        if os.environ["WORLD_SIZE"] != "1":
+            dist.barrier()  # rank 0 hosts the store
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    given = options()
-    if given.fact:
-        _measure(given.folder, given.command, given.fact)
-    sys.exit(run(given.folder, given.command, "benchmarks.one_gpu"))
+    if not torch.cuda.is_available():
+        sys.exit("PyTorch finds no GPU of NVIDIA; scripts/one_gpu.sh FOLDER PART --dry-run needs none")
+    measure_and_exit(sys.argv[2], Setting(Path(sys.argv[1]), torch.device("cuda", 0)))

@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import bare_runtime
 from benchmarks.one_gpu import kernel_calls as bench
-from benchmarks.one_gpu.measuring import NotAvailableError, Setting
-from benchmarks.one_gpu.runner import Row
+from benchmarks.one_gpu.setting import NotAvailableError, Row, Setting
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS

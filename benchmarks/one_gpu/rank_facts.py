@@ -12,8 +12,7 @@ import torch.distributed as dist
 from benchmarks import bare_runtime, transformer
 from benchmarks import modes as bench_modes
 from benchmarks.one_gpu.kernel_facts import call_seconds
-from benchmarks.one_gpu.measuring import Setting
-from benchmarks.one_gpu.runner import Row
+from benchmarks.one_gpu.setting import Row, Setting
 from benchmarks.transformer import Shape, Step
 from xfuser_cocodiff.engine.comm import groups
 from xfuser_cocodiff.engine.comm.deadline import Deadline

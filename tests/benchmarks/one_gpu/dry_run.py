@@ -1,4 +1,4 @@
-"""All facts of scripts/one_gpu.sh without a GPU: python3 -m tests.benchmarks.one_gpu.dry_run FOLDER 1|2
+"""All facts of scripts/one_gpu.sh without a GPU: torchrun -m tests.benchmarks.one_gpu.dry_run FOLDER FACT
 
 Kernels and layers are timed on the mock device, which checks the order of operations on streams; the other facts have
 values and run on the CPU, Triton's kernels by its interpreter. Functions of torch.cuda are replaced by stand-ins, which
@@ -22,13 +22,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.one_gpu import kernel_facts, measuring
-from benchmarks.one_gpu.__main__ import options, run
+from benchmarks.one_gpu import kernel_facts
+from benchmarks.one_gpu.__main__ import measure_and_exit
+from benchmarks.one_gpu.setting import Setting
 from tests import mock_meshes
 from tests.mock_device import HAS_BACKENDS, MockDevice
 
-PATIENCE = 10
-"""Time limits over those on a GPU: several processes share a few cores with all else that runs."""
 IMPORTED_FIRST = "xfuser.core.distributed.runtime_state", "xfuser.model_executor.models.transformers.transformer_flux"
 """Modules that import libraries whose annotations need the real torch.cuda."""
 ON_MOCK_DEVICE = "kernel_times", "layers"
@@ -124,7 +123,7 @@ def run_module(command: Sequence[str], **_: Any) -> SimpleNamespace:
 
 
 @contextlib.contextmanager
-def without_gpu(name: str, folder: Path) -> Iterator[measuring.Setting]:
+def without_gpu(name: str, folder: Path) -> Iterator[Setting]:
     """Return a context in which a fact can be measured without a GPU, and its setting."""
     is_mocked = name in ON_MOCK_DEVICE and HAS_BACKENDS
     device = mock_meshes.device() if is_mocked else torch.device("cpu")
@@ -143,21 +142,10 @@ def without_gpu(name: str, folder: Path) -> Iterator[measuring.Setting]:
             stack.enter_context(context)
             stack.enter_context(context.by_triton())
             mock_meshes.make_tables()
-        yield measuring.Setting(folder, device, is_dry_run=True)
-
-
-def main() -> int:
-    """Run a command, or measure one of its facts in this process; return the exit status."""
-    given = options()
-    os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    if given.fact:
-        from xfuser_cocodiff import install
-
-        install()
-        with without_gpu(given.fact, given.folder) as setting:
-            measuring.measure_and_exit(given.command, given.fact, setting)
-    return run(given.folder, given.command, "tests.benchmarks.one_gpu.dry_run", PATIENCE)
+        yield Setting(folder, device, is_dry_run=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    with without_gpu(sys.argv[2], Path(sys.argv[1])) as setting:
+        measure_and_exit(sys.argv[2], setting)
