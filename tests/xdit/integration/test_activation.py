@@ -208,6 +208,30 @@ def test_patch_checks_parameters() -> None:
         PatchSet([patch], "xfuser").activate()
 
 
+def test_patch_names_the_error_of_a_module_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_host.py").write_text("raise OSError('libnccl.so.2 not found')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = r"broken_host cannot be imported \(OSError: libnccl.so.2 not found\)"
+    with pytest.raises(RuntimeError, match=expected):
+        PatchSet([Patch("broken_host", "function", "", lambda x: x)], "broken_host").activate()
+
+
+def test_patch_that_is_activated_twice_is_restored_at_once() -> None:
+    import tests.ranks as module
+
+    before = module.run
+    replaced: list[object] = []
+    patch = Patch(module.__name__, "run", "", lambda original: replaced.append(original) or len)
+    patch_set = PatchSet([patch], "tests")
+    patch_set.activate()
+    patch_set.activate()
+    assert (module.run, replaced) == (len, [before])
+    patch_set.uninstall()
+    assert module.run is before
+
+
 def test_failing_patch_removes_the_others() -> None:
     import tests.ranks as module
 

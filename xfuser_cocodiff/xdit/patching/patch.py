@@ -52,7 +52,8 @@ class Patch:
         """Return why the patch does not fit the installed host, whose module is imported; None if it fits."""
         parameters = symbol_lookup.find_parameters(self.module, self.symbol)
         if parameters is None:
-            return f"{self.name} does not exist"
+            error = symbol_lookup.import_error(self.module)
+            return f"{self.module} cannot be imported ({error})" if error else f"{self.name} does not exist"
         if self.parameters is not None and parameters != self.parameters:
             return f"{self.name} takes ({', '.join(parameters)}), expected ({', '.join(self.parameters)})"
         return None

@@ -27,6 +27,15 @@ def find_symbol(module: str, symbol: str) -> tuple[Any, str, Any] | None:
         return None
 
 
+def import_error(module: str) -> str | None:
+    """Return why a module cannot be imported; None if it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # of any type, from the execution of the module
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def without(module: str, symbol: str) -> Callable[[], bool]:
     """Return a condition for patches: whether the host has no such symbol, by which it would need no patch."""
     return lambda: find_symbol(module, symbol) is None
