@@ -329,14 +329,13 @@ def with_plugin() -> list:
 def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: str) -> None:
     from xfuser_cocodiff.tools.launching import cpu_host
     from xfuser_cocodiff.tools.reporting import environment
-    from xfuser_cocodiff.xdit.attention import zero_padding
 
     (before, states), printed = call_patched(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
     rows = [row for row in cpu_host.patches() if row.module.startswith("xfuser.")]
-    assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.condition}
+    assert superfluous == {row.name for row in rows if row.condition}
     assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {
         "applied",
         "ready",

@@ -16,7 +16,7 @@ from benchmarks import bare_runtime
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow, slow_but
-from tests.xdit.attention.test_overlap import inputs_of, start, use, use_config
+from tests.xdit.attention.test_overlap import start, use, use_config
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.comparison.stage_timer import StageTimer
@@ -171,12 +171,9 @@ class JointAttention(torch.nn.Module):
         return torch.cat([hidden_states, text], 1) + output.transpose(1, 2).flatten(2)
 
 
-def attend_in_lossy_graphs(rank: int) -> list[float]:
-    """Return the largest differences between compiled and eager steps of a lossy mode: with joint text, and with zero-
-    padded tokens."""
-    group, transformer, step = start(rank, depth=2)
-    given = inputs_of(transformer, step)
-    odd = {"hidden_states": given["hidden_states"][:, :-1], "img_ids": given["img_ids"][:-1]}
+def attend_in_lossy_graphs(rank: int) -> float:
+    """Return the largest difference between compiled and eager steps of a lossy mode with joint text."""
+    group, *_ = start(rank, depth=2)
     torch.manual_seed(0)
     joint, text = JointAttention(), torch.randn(1, 5, 32)
     image = torch.randn(1, 16, 32).chunk(2, 1)[rank]
@@ -190,21 +187,14 @@ def attend_in_lossy_graphs(rank: int) -> list[float]:
                 session.end_step()
         return output
 
-    found = []
-    for module, call in (
-        (joint, lambda: joint(image, text)),
-        (transformer, lambda: transformer(**{**given, **odd})[0]),
-    ):
-        outputs(call)  # in which layers are found
-        expected = outputs(call)
-        module.compile(backend="aot_eager")
-        found.append((outputs(call) - expected).abs().max().item())
-    return found
+    outputs(lambda: joint(image, text))  # in which layers are found
+    expected = outputs(lambda: joint(image, text))
+    joint.compile(backend="aot_eager")
+    return (outputs(lambda: joint(image, text)) - expected).abs().max().item()
 
 
-def test_lossy_graphs_equal_eager_mode_with_joint_text_and_padded_tokens() -> None:
-    for joint, padded in ranks.run(attend_in_lossy_graphs, 2):
-        assert joint < 1e-3 and padded < 1e-3
+def test_lossy_graphs_equal_eager_mode_with_joint_text() -> None:
+    assert max(ranks.run(attend_in_lossy_graphs, 2)) < 1e-3
 
 
 EVENTS = {

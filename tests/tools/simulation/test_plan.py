@@ -84,7 +84,7 @@ def test_ulysses_degrees_of_stock_divide_the_heads() -> None:
             24 * 608,
             ["512 text tokens", "attention sees 24 copies", "--max_sequence_length 504"],
         ),
-        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "the plugin zero-pads"]),
+        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["64 rows", "xDiT fails; use", "a multiple of 384"]),
         ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
         ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["replicated on every rank", "one copy"]),
         ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "a multiple of 384"]),

@@ -37,8 +37,6 @@ class Case:
     """Strategy by which replicated text is joined."""
     mask: tuple[int, ...] | None = None
     """Shape of a mask, whose last size is the number of keys."""
-    padding: int = 0
-    """Number of zero-padded tokens."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Other arguments of USP."""
     backend: str | None = None
@@ -116,9 +114,7 @@ def reference(case: Case, attention: Attention, hidden_states: torch.Tensor, ran
         pairs = zip(tensors, text, strict=True)
         tensors = [torch.cat(pair if case.joint == "rear" else pair[::-1], 2) for pair in pairs]
     query, *kv = tensors
-    key, value = (
-        each[:, :, : each.shape[2] - case.padding].repeat_interleave(case.heads // case.kv_heads, 1) for each in kv
-    )
+    key, value = (each.repeat_interleave(case.heads // case.kv_heads, 1) for each in kv)
     mask = options.get("attention_kwargs", {}).get("attn_mask")
     is_causal = options.get("is_causal", False)
     output = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
@@ -190,7 +186,6 @@ class Run:
         )
         session = startup.create_session(self.group, config)
         bare_runtime.use_session(session)
-        session.padding = self.case.padding
         return session
 
     @torch.no_grad()
@@ -247,8 +242,6 @@ CASES = {
     "text in front": Case(joint="front"),
     "text behind, six heads": Case(6, 6, joint="rear"),
     "mask of keys": Case(mask=(2, 1, 1, TOKENS)),
-    "padded tokens": Case(padding=3),
-    "padded tokens, six heads": Case(6, 6, padding=3),
     "per-query mask": Case(mask=(TOKENS, TOKENS), gathers=False),
     "causal": Case(options={"is_causal": True}, gathers=False),
     "dense backend": Case(backend="FLASH_3"),

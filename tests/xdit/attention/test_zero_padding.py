@@ -1,4 +1,4 @@
-"""Zero-padded heads and tokens: against attention and whole pipelines on one rank."""
+"""Zero-padded heads, against attention on one rank."""
 
 from unittest import mock
 
@@ -9,12 +9,8 @@ from torch.nn import functional
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.attention.test_ring import ring_options, start
-from tests.xdit.test_approximation import LossyRun, decibels
 from xfuser_cocodiff.xdit.attention import zero_padding
 from xfuser_cocodiff.xdit.session.session import active
-
-DIVISIBLE = 96
-"""Size of an image whose 36 tokens three and four ranks divide."""
 
 
 def whole(seed: int, heads: int, tokens: int) -> torch.Tensor:
@@ -59,41 +55,6 @@ def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str)
 def test_padded_heads_equal_attention(world: int, ring: int, heads: int, repeat: int) -> None:
     for errors in ranks.run(attend, world, world, ring, heads, repeat, "exact"):
         assert max(errors) < 1e-6
-
-
-def pipeline(
-    rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]
-) -> tuple[list[torch.Tensor], float | None]:
-    """Return exact latents, also of a second request that needs no padding, and the PSNR in dB of a lossy mode."""
-    degrees = ["--ulysses_degree", str(world // ring), "--ring_degree", str(ring)]
-    more = ["--height", str(size), "--width", str(size), "--max_sequence_length", "36", *flags]
-    ours = ["--use_cocodiff", "--cocodiff_mode", "exact"] if world > 1 else []
-    trace = torch.compile
-    with mock.patch.object(torch, "compile", lambda model, **_: trace(model, backend="aot_eager")):  # takes less time
-        run = LossyRun(rank, world, "FLUX.1-dev", *degrees, *more, *ours)
-        exact = [run(), run(height=DIVISIBLE, width=DIVISIBLE)]
-    if world == 1 or ring > 1 or flags:
-        return exact, None
-    run.use_mode("balanced", "flat", slow_axes=("flat",))
-    return exact, decibels(run(), exact[0])
-
-
-@pytest.mark.slow  # test_padded_heads_equal_attention is quick
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    ("world", "ring", "size", "flags"),
-    [
-        (3, 1, 112, ()),  # eight heads, 49 tokens
-        (4, 2, 112, ()),
-        (3, 3, 112, ()),
-        (3, 1, 112, ("--use_torch_compile",)),
-    ],
-)
-def test_padded_picture_equals_one_rank(world: int, ring: int, size: int, flags: tuple[str, ...]) -> None:
-    [(alone, _)] = ranks.run(pipeline, 1, 1, 1, size, ())
-    for latents, coded in ranks.run(pipeline, world, world, ring, size, flags):
-        assert all(decibels(*pair) > 90 for pair in zip(latents, alone, strict=True))
-        assert coded is None or 20 < coded < 60
 
 
 def lines_of_start(rank: int) -> list[str]:

@@ -239,11 +239,11 @@ def test_few_names_of_xdit_turn_everything_off() -> None:
     }
 
 
-PADDING = "padding of heads and tokens that are not divisible"
+PADDING = "padding of heads that are not divisible"
 
 
 def test_missing_name_costs_its_feature_only(tmp_path: Path) -> None:
-    name = "_calc_patches_metadata"
+    name = "_check_model_and_parallel_config"
     other_xfuser(tmp_path, name, f"{name}_now", "core/distributed/runtime_state.py")
     results = ranks.run(compare_with_stock, 2, str(tmp_path))
     assert [(same, uses_plugin) for same, uses_plugin, _ in results] == [(True, True)] * 2

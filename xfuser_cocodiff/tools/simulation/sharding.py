@@ -10,7 +10,7 @@ from xfuser_cocodiff.tools.simulation.workloads import PIXELS_PER_TOKEN, Workloa
 
 PADDED, UNSUPPORTED, ROWS, WHOLE = "padded", "unsupported", "rows", "whole"
 """Rules of image tokens, and the first two also of text tokens: PADDED with zeros that attention does not mask;
-UNSUPPORTED by xDiT, though the plugin pads image tokens; ROWS, where xDiT fails unless the number of token rows is
+UNSUPPORTED by xDiT; ROWS, where xDiT fails unless the number of token rows is
 divisible; or WHOLE, where it fails unless their number is."""
 REPLICATED, JOINT = "replicated", "joint"
 """Rules of text tokens: replicated on every rank, where attention sees one copy per rank, or one copy."""
@@ -83,8 +83,6 @@ def _image_note(workload: Workload, resolution: int, degree: int) -> str | None:
     if workload.image_rule == PADDED:
         return f"{tokens} image tokens are zero-padded to {-(-tokens // degree) * degree}; attention sees the padding"
     reason = f"{counted} {'rows of ' if is_in_rows else ''}image tokens are not divisible by {degree}: xDiT fails"
-    if workload.image_rule == UNSUPPORTED:
-        return f"{reason}; the plugin zero-pads and masks them"
     return f"{reason}; use a --resolution that is a multiple of {PIXELS_PER_TOKEN * degree}"
 
 

@@ -54,7 +54,7 @@ def attention(call: USPCall) -> torch.Tensor:
         *(call.dropout_p, call.is_causal, call.joint_strategy, backend, call.kv_head_repeat),
         *(tuple(tensors), options),
     )
-    given = call.query, call.key, call.value, [*tensors.values()], numbers, call.padding
+    given = call.query, call.key, call.value, [*tensors.values()], numbers
     return torch.ops.cocodiff.attention(*given, constants, traced_path())
 
 
@@ -87,7 +87,6 @@ def _attention(
     value: torch.Tensor,
     tensors: list[torch.Tensor],
     numbers: list[int],
-    padding: int,
     constants: str,
     path: str,
 ) -> torch.Tensor:
@@ -100,7 +99,6 @@ def _attention(
     call = USPCall(
         usp.USP.__wrapped__,
         session,
-        padding,
         query,
         key,
         value,
@@ -127,7 +125,7 @@ def _fake(
 
 
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, SymInt[] numbers, SymInt padding, "
+    "attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, SymInt[] numbers, "
     "str constants, str path) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),  # CUDA graphs would repeat the messages of one step
 )

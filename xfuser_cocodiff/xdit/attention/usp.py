@@ -29,7 +29,7 @@ def _with_overlap(original: Callable) -> Callable:
         is_compiling = torch.compiler.is_compiling()
         if session.mesh is None and (session.simulator is None or is_compiling):
             return original(*args, **kwargs)
-        call = USPCall(original, session, session.padding, *args, **kwargs)
+        call = USPCall(original, session, *args, **kwargs)
         if session.mesh is None:
             session.select_kernels()
             return session.simulator.attention(call)

@@ -18,7 +18,6 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.attention import all_to_all
 from xfuser_cocodiff.xdit.attention.eager_attention import AttentionCall, AttentionInputs
-from xfuser_cocodiff.xdit.attention.zero_padding import drop_padding
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -39,8 +38,6 @@ class USPCall(AttentionCall):
     """xDiT's USP."""
     session: Session
     """The active session."""
-    padding: int
-    """Number of zero-padded tokens at the end of the sequence; read when a graph is traced, not when it runs."""
     # The parameters of USP, in its order.
     query: torch.Tensor
     key: torch.Tensor
@@ -61,7 +58,7 @@ class USPCall(AttentionCall):
     def compute_by_xdit(self) -> torch.Tensor:
         """Compute it by xDiT's USP."""
         return self.original(
-            **{name: value for name, value in vars(self).items() if name not in ("original", "session", "padding")}
+            **{name: value for name, value in vars(self).items() if name not in ("original", "session")}
         )
 
     # What xDiT and this module can do with it.
@@ -113,8 +110,7 @@ class USPCall(AttentionCall):
     @property
     def stock(self) -> Callable[[], torch.Tensor] | None:
         """Computes the call as stock xDiT does; None where stock does not support it."""
-        is_padded = self.padding or self._needs_padding(self._degree)
-        return self._stock if self.session.may_run_stock and not is_padded else None
+        return self._stock if self.session.may_run_stock and not self._needs_padding(self._degree) else None
 
     def _stock(self) -> torch.Tensor:
         with all_to_all.stock():
@@ -193,7 +189,7 @@ class USPCall(AttentionCall):
             ring_codecs: codecs of K and V in the ring; None where it is lossless.
             layer: name of the layer.
         """
-        function, padding = host.usp()._get_attention_function(backend=self.backend), self.padding
+        function = host.usp()._get_attention_function(backend=self.backend)
         ring_degree, joint = host.ring_degree(), self._joint(gather)
 
         def repeat_heads(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,17 +202,15 @@ class USPCall(AttentionCall):
             options = functools.partial(self._function_options, joint, head_group, ring_degree)
 
             def attend_block(
-                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: int, rank: int
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: int, _: int
             ) -> tuple[torch.Tensor, torch.Tensor]:
-                key, value = drop_padding(key, value, padding if rank == ring_degree - 1 else 0)  # at the end
                 output, lse, *_ = function(query, *repeat_heads(key, value), **options(step))
                 return output, lse
 
             if ring:
                 return ring_attention(query, key, value, attend_block, ring, layer, head_group, ring_codecs)
-            if ring_degree > 1:  # xDiT's ring attention needs blocks of equal size, so padding remains
+            if ring_degree > 1:
                 return host.usp().ring_attn(function, query, *repeat_heads(key, value), **options(0))
-            key, value = drop_padding(key, value, padding)
             return function(query, *repeat_heads(key, value), **options(0))[0]
 
         return attend

@@ -125,7 +125,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
     in_steps = [
         *(replace(patch, in_layers=True) for patch in (*all_to_all.patches(), *usp.patches())),
-        *_of_feature("padding of heads and tokens that are not divisible", zero_padding.patches()),
+        *_of_feature("padding of heads that are not divisible", zero_padding.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
         *host.REQUIRED,
     ]

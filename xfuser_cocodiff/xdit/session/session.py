@@ -70,8 +70,6 @@ class Session:
     """Whether xDiT's USP runs unchanged, since its version is unknown."""
     model: str = ""
     """Class name of the transformer."""
-    padding: int = 0
-    """Number of zero-padded tokens at the end of the sequence in the current call."""
     reference_check: ReferenceCheck | None = None
     """Self-check that is due after the first step that is encoded; None once it is done, and where there is none."""
     ranks: list[int] = field(default_factory=list)
@@ -103,8 +101,6 @@ class Session:
         )
         self._sizes: set[int] = set()
         """Sizes of the inputs of transformers so far: layers of another size are tuned apart."""
-        self._has_padding = False
-        """Whether tokens have been padded, to which stock would attend."""
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
@@ -238,15 +234,10 @@ class Session:
         self.runs.before_call(root)
         tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
         size = sum(each.numel() for each in tensors).bit_length()
-        may_run_stock = self.runs.only and self.runtime is None and not self._has_padding and size in self._sizes
+        may_run_stock = self.runs.only and self.runtime is None and size in self._sizes
         candidates = self._candidates() if may_run_stock else []
         self._sizes.add(size)
         self._set_stock(bool(candidates) and all(each.runs_stock for each in candidates))
-
-    def pad_tokens(self, count: int) -> None:
-        """Note that the sequence of the current call has zero-padded tokens at its end, which need the plugin."""
-        self.padding, self._has_padding = count, True
-        self._set_stock(False)
 
     def _set_stock(self, runs_stock: bool) -> None:
         """Let stock run in all layers, or the plugin again."""
