@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -144,22 +143,18 @@ def agree_on_config(
         if not is_enabled(values, os.environ):
             return {}
         config = make_config(detect)
-        backend, features_off = kernels.resolve(config.kernels, device_type), activate()
+        features_off = activate()
         options = _compared_options(config, features_off)
         try:
             flat = _compared_options(make_config(Topology.flat), features_off)
         except ValueError as error:  # such as of a plan that needs more axes, which counts only if topologies differ
             flat = {_INVALID: str(error)}
-        return {"options": options, "flat": flat, "detected": config.detected, "backend": backend}
+        return {"options": options, "flat": flat, "detected": config.detected}
 
     proposals = gather_proposals(propose)
     config = None
     if proposals:
         config = make_config(Topology.flat if _is_flat(proposals) else detect)
-        backends = [proposal["backend"] for proposal in proposals]
-        if len(set(backends)) > 1:  # by --cocodiff_kernels auto, and one rank has no compiler
-            _warn_of_torch_kernels(backends)
-            config = replace(config, kernels=kernels.TORCH)
     for warning in ignored_options.warnings(values, os.environ, config):
         warn_once(warning)
     return config
@@ -182,15 +177,6 @@ def _is_flat(proposals: list[dict]) -> bool:
     if invalid := all_options[0].get(_INVALID):
         raise_on_all_ranks(invalid)
     return is_flat
-
-
-def _warn_of_torch_kernels(backends: list[str]) -> None:
-    without = [rank for rank, backend in enumerate(backends) if backend == kernels.TORCH]
-    best = next(backend for backend in backends if backend != kernels.TORCH)
-    warn_once(
-        f"ranks {without} cannot run {best.capitalize()} kernels, so all ranks use PyTorch's, which are slower; "
-        f"--cocodiff_kernels {best} shows the reason"
-    )
 
 
 _INVALID = "options with a flat topology"
