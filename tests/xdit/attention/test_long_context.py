@@ -17,58 +17,51 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
-HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
+HEADS, HEAD_DIM, TOKENS, STEPS = 8, 16, 24, 4
 WIDTH = HEADS * HEAD_DIM
 
 
 class Attention(nn.Module):
-    """Attention as in StepVideo and Sana: xDiT's attention between projections, with replicated text."""
+    """Attention as in StepVideo and Sana: xDiT's attention between projections."""
 
-    def __init__(self, linear: bool, joint: str) -> None:
+    def __init__(self, linear: bool) -> None:
         super().__init__()
-        self.linear, self.joint = linear, joint
-        for name in ("to_q", "to_k", "to_v", "to_out", "add_q", "add_k", "add_v"):
+        self.linear = linear
+        for name in ("to_q", "to_k", "to_v", "to_out"):
             setattr(self, name, nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """Return Q, K and V, (B, S, H, D)."""
+        return [layer(hidden_states).unflatten(-1, (HEADS, -1)) for layer in (self.to_q, self.to_k, self.to_v)]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         from xfuser.core.long_ctx_attention import xFuserLongContextAttention, xFuserSanaLinearLongContextAttention
 
         kind = xFuserSanaLinearLongContextAttention if self.linear else xFuserLongContextAttention
-        qkv = [heads(layer(hidden_states)) for layer in (self.to_q, self.to_k, self.to_v)]
-        options: dict[str, Any] = {}
-        if self.joint != "none":
-            added = [heads(layer(text)) for layer in (self.add_q, self.add_k, self.add_v)]
-            options = dict(zip(("joint_tensor_query", "joint_tensor_key", "joint_tensor_value"), added, strict=True))
-            options["joint_strategy"] = self.joint
-        attended = kind()(None, *qkv, **options)
-        attended = attended if self.linear else attended.flatten(2)
-        return self.to_out(attended[:, :TOKENS])
+        attended = kind()(None, *self.project(hidden_states))
+        return self.to_out(attended if self.linear else attended.flatten(2))
 
 
 class Transformer(nn.Module):
-    def __init__(self, linear: bool, joint: str) -> None:
+    def __init__(self, linear: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Attention(linear, joint) for _ in range(3))
+        self.blocks = nn.ModuleList(Attention(linear) for _ in range(3))
 
-    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            hidden_states = hidden_states + block(hidden_states, text)
+            hidden_states = hidden_states + block(hidden_states)
         return hidden_states
 
 
-def heads(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unflatten(-1, (HEADS, -1))
-
-
-def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
+def attend(rank: int, linear: bool) -> dict[str, Any]:
     group, *_ = start(rank, depth=1)
     torch.manual_seed(0)
-    transformer, text = Transformer(linear, joint), torch.randn(2, TEXT, WIDTH)
+    transformer = Transformer(linear)
     hidden_states = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
 
     @torch.inference_mode()
     def step(number: int) -> torch.Tensor:
-        return transformer(hidden_states * (1 + 0.02 * number), text)
+        return transformer(hidden_states * (1 + 0.02 * number))
 
     bare_runtime.use_session(Session())
     expected = [step(number) for number in range(STEPS)]
@@ -76,10 +69,9 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
         session = use_config(group, config_of("exact", overlap=Overlap(v_first)))
         for number in range(STEPS):
             assert torch.equal(step(number), expected[number]), (v_first, number)
-        assert {signature.ready for signature in session.layers.signatures if signature.candidates} == {v_first}
-        assert {
-            signature.candidates.schedule.v_first for signature in session.layers.signatures if signature.candidates
-        } == {v_first}
+        signatures = [signature for signature in session.layers.signatures if signature.candidates]
+        assert {signature.ready for signature in signatures} == {v_first}
+        assert {signature.candidates.schedule.v_first for signature in signatures} == {v_first}
     session = use_config(group, config_of("balanced", schedule="bits=4"))
     session.begin_run(STEPS)
     errors = []
@@ -90,11 +82,9 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     return {"errors": errors, "reports": session.runtime.reports}
 
 
-@pytest.mark.parametrize(
-    ("linear", "joint"), [slow(False, "none"), slow(False, "rear"), (False, "front"), slow(True, "none")]
-)
-def test_exact_mode_equals_stock_and_codecs_know_layers(linear: bool, joint: str) -> None:
-    for found in ranks.run(attend, 2, linear, joint):
+@pytest.mark.parametrize("linear", [False, slow(True)])
+def test_exact_mode_equals_stock_and_codecs_know_layers(linear: bool) -> None:
+    for found in ranks.run(attend, 2, linear):
         errors, reports = found["errors"], found["reports"]
         assert 0 < errors[0] < 0.01 and 0 < errors[-1] < 0.02
         assert [report.was_keyframe for report in reports] == [True, False, False, False]
@@ -103,27 +93,18 @@ def test_exact_mode_equals_stock_and_codecs_know_layers(linear: bool, joint: str
         assert all(0.12 < report.sent_bytes / report.exact_bytes < 0.17 for report in reports[1:])
 
 
-def attend_with_padding(rank: int, joint: str) -> None:
+def attend_with_padding(rank: int) -> None:
     """Check eight heads on three ranks against attention on one rank, also with codecs."""
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-        "localhost",
-        "0",
-    )  # not used
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used
     group = bare_runtime.start()
     bare_runtime.init_runtime_state(9, 0)
     torch.manual_seed(0)
-    transformer, text = Transformer(linear=False, joint=joint), torch.randn(2, TEXT, WIDTH)
+    transformer = Transformer(linear=False)
     whole = torch.randn(2, 3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(9))
 
     def on_one_rank(hidden_states: torch.Tensor) -> torch.Tensor:
         for block in transformer.blocks:
-            query, key, value = (heads(layer(hidden_states)) for layer in (block.to_q, block.to_k, block.to_v))
-            if joint != "none":
-                key, value = (
-                    torch.cat([tensor, heads(layer(text))], 1)
-                    for tensor, layer in ((key, block.add_k), (value, block.add_v))
-                )
-            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            query, key, value = (tensor.transpose(1, 2) for tensor in block.project(hidden_states))
             attended = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
             hidden_states = hidden_states + block.to_out(attended)
         return hidden_states
@@ -132,18 +113,16 @@ def attend_with_padding(rank: int, joint: str) -> None:
     flat = {"topology": topology, "plan": Plan.flat(topology), "slow_axes": ("flat",)}
     for mode, tolerance in (("exact", 1e-5), ("balanced", 0.1)):
         for v_first in (True, False):
-            config = CocoDiffConfig(mode=mode, overlap=Overlap(v_first, 1), **flat)
-            use_config(group, config)
+            use_config(group, CocoDiffConfig(mode=mode, overlap=Overlap(v_first, 1), **flat))
             active().begin_run(STEPS)
             for number in range(STEPS):
                 states = whole * (1 + 0.02 * number)
                 with torch.inference_mode():
-                    found = transformer(states.chunk(3, 1)[rank], text)
+                    found = transformer(states.chunk(3, 1)[rank])
                     expected = on_one_rank(states).chunk(3, 1)[rank]
                 assert torch.allclose(found, expected, atol=tolerance), (mode, v_first, number)
                 active().end_step()
 
 
-@pytest.mark.parametrize("joint", ["none", slow("rear")])
-def test_padded_heads_equal_attention(joint: str) -> None:
-    ranks.run(attend_with_padding, 3, joint)
+def test_padded_heads_equal_attention() -> None:
+    ranks.run(attend_with_padding, 3)
