@@ -59,11 +59,6 @@ class Model:
         """Inputs with a longer text, of another size."""
         return {name: torch.cat([self.given[name]] * 8, -2) for name in ("encoder_hidden_states", "txt_ids")}
 
-    @property
-    def odd(self) -> dict[str, torch.Tensor]:
-        """Inputs with one token less in the image, so that tokens are padded."""
-        return {"hidden_states": self.given["hidden_states"][:, :-1], "img_ids": self.given["img_ids"][:-1]}
-
 
 def calls_of(step: Callable) -> int:
     """Return the number of calls of the plugin's functions for attention and its layers in a step."""
@@ -103,25 +98,6 @@ def test_a_step_of_stock_has_no_calls_of_the_plugin_in_its_layers() -> None:
     assert few[0] < many[0]
     assert few[1] == many[1] < 10
     assert few[2] and many[2]
-
-
-def pad(rank: int) -> None:
-    """Check that a request with padded tokens of a size that is known equals one of a process that never ran stock."""
-    model = Model(rank, 2)
-    with model.session() as session:
-        expected = model.call(**model.odd).clone()
-    with model.session() as session:
-        session.begin_run(20)
-        for _ in range(3):
-            model.call()
-        assert session.layers_run_stock
-        assert torch.equal(model.call(**model.odd), expected)
-        model.call()
-        assert not session.layers_run_stock  # or each padded request would switch twice
-
-
-def test_padded_tokens_need_the_plugin() -> None:
-    ranks.run(pad, 2)
 
 
 def interrupt(rank: int) -> bool:
