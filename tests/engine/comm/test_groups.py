@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff.engine.comm import groups
-from xfuser_cocodiff.xdit.session import session
+from xfuser_cocodiff.xdit.session import reductions
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,8 @@ def timeouts(rank: int) -> list[float]:
         mock.patch("xfuser.core.distributed.get_sp_group", lambda: sequence),
         mock.patch.object(dist, "all_reduce", lambda *_, **__: done),
     ):
-        session.all_reduce([1.0], "max")
-        session.all_reduce([1.0], "max", timeout=44)
+        reductions.all_reduce([1.0], "max")
+        reductions.all_reduce([1.0], "max", timeout=44)
     return [each.total_seconds() for each in found]
 
 

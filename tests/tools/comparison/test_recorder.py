@@ -13,12 +13,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from xfuser_cocodiff.engine.compression.step_report import StepReport
+from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.comparison import recorder
 from xfuser_cocodiff.tools.comparison.image_grid import image_grid
 from xfuser_cocodiff.tools.launching import stock_traffic
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
 from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
 from xfuser_cocodiff.xdit.session.session import Session
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 
 @pytest.fixture
@@ -160,7 +162,7 @@ def test_image_grid_has_all_images_or_evenly_spaced_frames(output: object, shade
 def test_compressed_fraction_or_reason_is_recorded(
     mode: str | None, sent: tuple | None, because: str | None, expected: tuple
 ) -> None:
-    config = mode and SimpleNamespace(mode=mode, kernels="torch")
+    config = mode and CocoDiffConfig(topology=Topology.flat(2), mode=mode, kernels="torch")
     reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
     runtime = reports and SimpleNamespace(reports=reports, inactive_reason=None)
     compression = recorder._compression(Session(config, runtime=runtime, lossless_reason=because))
@@ -178,7 +180,7 @@ def test_errors_are_recorded_without_those_of_every_tensor(
         for step, (bits, tensor_errors) in enumerate([(None, {"k": [0.01] * 2}), (2, {"k": [0.02] * 2, "v": [0.08]})])
     )
     runtime = SimpleNamespace(reports=[keyframe, later], yardsticks={"fp8": 0.026, "fp4": 0.095}, value_bytes=2)
-    session = Session(SimpleNamespace(mode="balanced", kernels="torch"), runtime=runtime)
+    session = Session(CocoDiffConfig(topology=Topology.flat(2), mode="balanced", kernels="torch"), runtime=runtime)
     monkeypatch.setattr(recorder, "active", lambda: session)
     active_recorder.begin_run(2)
     for _ in range(2):

@@ -100,29 +100,6 @@ def test_all_to_all_in_a_ring_equals_stock(world_size: int, topology: str) -> No
     ranks.run(check_usp, world_size, [topology], 2)
 
 
-def check_yunchang(rank: int, topologies: list[str]) -> None:
-    from yunchang.comm import all_to_all
-    from yunchang.globals import PROCESS_GROUP
-
-    start(rank)
-    world = int(os.environ["WORLD_SIZE"])
-    for topology in topologies:
-        use(topology)
-        for dtype in DTYPES:
-            split, joined = random(1, 2, 3, 2 * world, 4, dtype=dtype), random(2, 2, 3 * world, 2, 4, dtype=dtype)
-            for tensor, scatter, gather in ((split, 2, 1), (joined, 1, 2)):
-                got = all_to_all.SeqAllToAll4D.apply(PROCESS_GROUP.ULYSSES_PG, tensor, scatter, gather)
-                expected = all_to_all.all_to_all_4D.__wrapped__(tensor, scatter, gather, group=PROCESS_GROUP.ULYSSES_PG)
-                assert equal(got, expected)
-            assert uses_plugin(all_to_all.SeqAllToAll4D.apply, (PROCESS_GROUP.ULYSSES_PG, split, 2, 1))
-            assert not uses_plugin(all_to_all.SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
-
-
-@pytest.mark.parametrize("degree", slow_but([4], [2, 4, 8]))
-def test_all_to_all_of_yunchang_equals_stock(degree: int) -> None:
-    ranks.run(check_yunchang, degree, TOPOLOGIES[degree])
-
-
 def errors_of(rank: int) -> list[tuple[str, str]]:
     """Return the errors of patched and stock functions on unsupported tensors."""
     from xfuser.model_executor.layers import usp

@@ -20,7 +20,8 @@ from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.launching import cpu_host
 from xfuser_cocodiff.xdit.platforms import attention_kernels
-from xfuser_cocodiff.xdit.session.session import active, all_reduce
+from xfuser_cocodiff.xdit.session.reductions import all_reduce
+from xfuser_cocodiff.xdit.session.session import active
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2

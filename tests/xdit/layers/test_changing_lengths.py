@@ -16,6 +16,7 @@ from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.attention import schedule_choice
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
@@ -64,8 +65,8 @@ class Service:
         of_stock = len(projections) * STEPS
         projections.clear()
         bare_runtime.use_session(self.session)
-        all_reduce, collectives, groups = self.session.all_reduce, [], Counter()
-        self.session.all_reduce = lambda *args: collectives.append(1) or all_reduce(*args)
+        all_reduce, collectives, groups = schedule_choice.all_reduce, [], Counter()
+        counted_reduce = lambda *args: collectives.append(1) or all_reduce(*args)  # noqa: E731
         run = ulysses.UlyssesAttention.run
 
         def counted(call: ulysses.UlyssesAttention, *args: object) -> torch.Tensor:
@@ -73,12 +74,12 @@ class Service:
             return run(call, *args)
 
         results = []
-        with counting, mock.patch.object(ulysses.UlyssesAttention, "run", counted):
+        reducing = mock.patch.object(schedule_choice, "all_reduce", counted_reduce)
+        with counting, reducing, mock.patch.object(ulysses.UlyssesAttention, "run", counted):
             self.session.begin_run(STEPS)
             for _ in range(STEPS):
                 results.append(self._step(length))
                 self.session.end_step()
-        self.session.all_reduce = all_reduce
         is_equal = all(torch.equal(result, expected) for result in results)
         return Cost(len(collectives), len(projections) - of_stock, is_equal, groups)
 

@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session.session import Session
-from xfuser_cocodiff.xdit.settings.config import Overlap
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 ODD_RANK = 1
 """Rank that differs from the others."""
@@ -47,7 +47,8 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
         overlap, policy = Overlap(), dataclasses.replace(policy, sends_early=lambda *_: not is_odd)
     with attention:
         expected = step()
-        session = Session(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
+        config = CocoDiffConfig(topology=mesh.topology, overlap=overlap)
+        session = Session(config, dataclasses.replace(mesh, policy=policy))
         bare_runtime.use_session(session)
         if is_odd and what == "hooks from the start":
             watch(transformer)

@@ -7,6 +7,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -46,7 +47,9 @@ class Harness:
         self.events: list[str] = []
         self.sent: list[SentV] = []
         self.logged: list[str] = []
-        self.layers = Layers(lambda: True, self.send, True)
+        yes = {"counts_calls": lambda: True, "overlaps": lambda: True}
+        session = SimpleNamespace(**yes, before_call=lambda *_: None, start_value=self.send)
+        self.layers = Layers(session, may_overlap=True)
 
     def send(self, value: torch.Tensor, layer: Layer) -> SentV:
         self.events.append("send")

@@ -1,6 +1,7 @@
 """Layers in compiled graphs, and the count of a compiled transformer's calls."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def graph_layer(layers: Layers, path: str) -> BaseLayer:
 
 
 def new_layers(before_call: Callable = lambda *_: None) -> Layers:
-    return Layers(lambda: True, lambda *_: None, True, lambda: True, before_call)
+    return Layers(SimpleNamespace(counts_calls=lambda: True, before_call=before_call), may_overlap=True)
 
 
 @pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])

@@ -208,7 +208,7 @@ def test_tensors_on_a_device_use_functional_collectives_only() -> None:
     }
     assert found == {
         ("engine/comm/stages.py", "all_to_all_single"),
-        ("xdit/session/session.py", "all_reduce"),
+        ("xdit/session/reductions.py", "all_reduce"),
         ("engine/comm/rank_results.py", "all_gather_object"),
         ("tools/probing/pairwise_links.py", "all_gather"),
     }

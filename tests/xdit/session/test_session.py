@@ -11,8 +11,10 @@ from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.session import reductions
 from xfuser_cocodiff.xdit.session import startup as starting
-from xfuser_cocodiff.xdit.session.session import Session, active
+from xfuser_cocodiff.xdit.session.session import active
+from xfuser_cocodiff.xdit.session.tuning_results import TuningResults
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig, Overlap
 
 STEPS = 4
@@ -70,10 +72,9 @@ def test_slow_axes_are_part_of_the_cache_key() -> None:
     """Also where they were measured, so that the options do not name them."""
 
     def key(**slow_axes: int) -> str:
-        session = Session(config_of("fast", slow_axes=MEASURED_SLOW_AXES), runtime=object())
         slow = SimpleNamespace(topology=Topology.named(**slow_axes))
-        session.comm_setup = SimpleNamespace(partition=SimpleNamespace(slow=slow))
-        return session._cache_key("single")
+        setup = SimpleNamespace(partition=SimpleNamespace(slow=slow))
+        return TuningResults(config_of("fast", slow_axes=MEASURED_SLOW_AXES), True, [setup])._key("single")
 
     assert len({key(node=2), key(gpu=2), key(node=2, gpu=2)}) == 3
 
@@ -131,7 +132,7 @@ def reduce_on_ranks(rank: int) -> tuple[list[float], list[float]]:
     """Return the mean of a time and the sum of errors that differ between ranks."""
     group, *_ = start(rank, depth=3)
     session = use_config(group, config_of("balanced"))
-    return session._mean([float(rank)]), session.runtime._sum_over_ranks([float(rank), -float(rank)])
+    return reductions.mean([float(rank)]), session.runtime._sum_over_ranks([float(rank), -float(rank)])
 
 
 def test_ranks_agree_on_the_mean_time_and_the_sum_of_errors() -> None:

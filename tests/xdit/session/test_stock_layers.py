@@ -11,14 +11,13 @@ from unittest import mock
 import torch
 
 import xfuser_cocodiff
+from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import inputs_of, start, use
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.session.session import Session
-from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 FOLDERS = tuple(str(Path(xfuser_cocodiff.__file__).parent / "xdit" / name) for name in ("attention", "layers"))
 KERNELS = "attention_kernels.py"
@@ -43,8 +42,6 @@ class Model:
     def session(self) -> Iterator[Session]:
         """Run with a session from now on."""
         session = use(self.group, None, policy=PlanPolicy.fixed(FLAT, sends_early=lambda *_: False))
-        session.config = CocoDiffConfig(topology=Topology.flat(2))
-        session.switch_layers = activation.switch_layers
         with NO_MLP, torch.no_grad():
             yield session
         session.close()
@@ -98,6 +95,27 @@ def test_a_step_of_stock_has_no_calls_of_the_plugin_in_its_layers() -> None:
     assert few[0] < many[0]
     assert few[1] == many[1] < 10
     assert few[2] and many[2]
+
+
+def alternate(rank: int) -> list[bool]:
+    """Return whether stock runs in the layers after each step of two sessions in turn, of which one has V-First on."""
+    model = Model(rank, 2)
+    expected = model.step().clone()
+    with model.session() as stock:
+        other = use(model.group, True)
+        found = []
+        for session in (other, stock, stock, stock, other, stock):
+            bare_runtime.use_session(session)
+            run = session.begin_run(1)
+            assert torch.equal(model.call(), expected)
+            found.append(session.layers_run_stock)
+            session.end_step(run)
+        other.close()
+    return found
+
+
+def test_sessions_side_by_side_switch_the_layers_for_each_other() -> None:
+    assert ranks.run(alternate, 2) == [[False, False, True, True, False, True]] * 2
 
 
 def interrupt(rank: int) -> bool:

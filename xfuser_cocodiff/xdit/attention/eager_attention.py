@@ -205,7 +205,7 @@ def _warn_of_ignored(call: AttentionCall, signature: LayerSignature, session: Se
             f"{signature.name}: --cocodiff_head_groups {session.overlap.head_groups} has no effect, since "
             "attention needs all heads at once (quantizing backend, PipeFusion, or xDiT's long-context attention)"
         )
-    if session.config and session.config.plan and session.config.plan.gathers_kv and not call.can_gather:
+    if session.config.plan and session.config.plan.gathers_kv and not call.can_gather:
         info_once(
             f"{signature.name}: K and V are not gathered, since attention needs all queries (causal, a "
             "per-query mask, sparse, or xDiT's long-context attention); all-to-alls by heads run instead"

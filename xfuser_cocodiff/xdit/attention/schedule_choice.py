@@ -12,6 +12,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
+from xfuser_cocodiff.xdit.session.reductions import all_reduce
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import Overlap
 
@@ -65,7 +66,9 @@ def find_worthwhile(
         return Worthwhile(False, False, True, ())
     # Links differ between the Ulysses groups of a ring.
     is_flat = all(policy.choose(size) == flat for size in nbytes)
-    answers = session.all_reduce([float(each) for each in (v_first, mlp, is_flat, *tried.values())], "min")
+    answers = all_reduce(
+        [float(each) for each in (v_first, mlp, is_flat, *tried.values())], "min", session.config.timeout
+    )
     divisions = tuple(division for division, pays in zip(tried, answers[3:], strict=True) if pays)
     return Worthwhile(bool(answers[0]), bool(answers[1]), not answers[2] or session.ring is not None, divisions)
 
@@ -80,7 +83,7 @@ def _head_groups(
         return dict.fromkeys(_set_head_groups(fixed, heads, by_coded_heads), True)
     if by_coded_heads or session.overlap != Overlap():
         return {}
-    if cached := session.cached_schedule(signature):
+    if cached := session.tuning_results.schedule_of(signature):
         is_possible = cached.groups > 1 and not any(number % cached.groups for number in heads)
         return {cached.division: True} if is_possible and not cached.gathers_kv else {}
     pays = session.mesh.policy.splits_heads
@@ -113,7 +116,7 @@ def _gathers(
 ) -> dict[Division, bool]:
     """Return the divisions with gathered K and V to try in a lossless mode, and whether each pays by this rank's links:
     where a plan says so or an earlier process has chosen it, and where the planner expects to save time."""
-    pays, cached = bool(session.config.plan), session.cached_schedule(signature)
+    pays, cached = bool(session.config.plan), session.tuning_results.schedule_of(signature)
     if not pays and cached:
         return {cached.division: True} if cached.gathers_kv else {}
     if not pays and session.overlap.v_first is None and (predicts := session.mesh.policy.gathers_kv):
@@ -148,7 +151,7 @@ def choose_schedules(
         )
     overlapped = OverlapSchedule(signature.ready if fixed.v_first else worthwhile.v_first, groups, worthwhile.mlp)
     sequential = OverlapSchedule(stock=True) if stock_supports_it else OverlapSchedule(groups=groups)
-    cached = session.cached_schedule(signature)
+    cached = session.tuning_results.schedule_of(signature)
     if cached and cached.division in (BY_HEADS, *same) and (stock_supports_it or not cached.stock):
         schedules = [cached]  # the check is repeated in each process: kernels may have changed
     elif fixed.v_first is not None:
@@ -158,7 +161,7 @@ def choose_schedules(
     else:
         divisions = [each for each in same if each[0] == groups or not fixed.head_groups]
         schedules = [sequential, overlapped, *(overlapped.divided(each) for each in divisions)]
-    if session.config and session.config.plan and any(gathers_kv for _, gathers_kv in worthwhile.divisions):
+    if session.config.plan and any(gathers_kv for _, gathers_kv in worthwhile.divisions):
         schedules = _with_gather(signature, schedules, same)
     signature.candidates = session.layers.signatures.candidates[signature.key] = ScheduleCandidates(schedules)
 
@@ -166,7 +169,7 @@ def choose_schedules(
 def agree_on_bits(signature: LayerSignature, session: Session, is_same: dict[Division, bool]) -> None:
     """Set which divisions are bit-identical to stock's on all ranks; all of them must call this."""
     if is_same:
-        answers = session.all_reduce([float(each) for each in is_same.values()], "min")
+        answers = all_reduce([float(each) for each in is_same.values()], "min", session.config.timeout)
         signature.is_same |= {division: bool(each) for division, each in zip(is_same, answers, strict=True)}
 
 

@@ -95,12 +95,6 @@ def activate(pipeline: Any = None) -> None:
             warn_once(f"{feature} is off: {reason}; install a tested version of {reason.partition('.')[0]}")
 
 
-def switch_layers(is_on: bool) -> None:
-    """Let the plugin act in the layers, or stock's functions run there; see :meth:`PatchSet.switch_layers`."""
-    if _installed is not None:
-        _installed.switch_layers(is_on)
-
-
 def _activate_for_config() -> list[str]:
     """Activate the plugin, and return the features that are off, which must be the same on all ranks."""
     activate()
@@ -135,7 +129,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *flags.patches(_activate_for_config),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
-        *startup.patches(activate, switch_layers),
+        *startup.patches(activate),
         *(replace(patch, on_activation=True) for patch in in_steps),
         *(replace(patch, on_activation=not tracker.listeners) for patch in runs),
     ]

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,14 +32,28 @@ from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
 
 
+class LayerSession(Protocol):
+    """What layers ask of the session that they belong to."""
+
+    def counts_calls(self) -> bool:
+        """Return whether calls of transformers count at the moment."""
+
+    def overlaps(self) -> bool:
+        """Return whether communication may overlap with computation at the moment."""
+
+    def before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Decide, before a call of a transformer with these arguments is counted, how its layers run."""
+
+    def start_value(self, value: torch.Tensor, layer: "Layer") -> Handle:
+        """Start the all-to-all of a layer's V, or of its first head group where the call has several."""
+
+
 @dataclass(eq=False)
 class LayerContext:
     """What all layers of a session share."""
 
-    is_active: Callable[[], bool]
-    """Returns whether communication may overlap with computation at the moment."""
-    send_v: Callable[[torch.Tensor, "Layer"], Handle]
-    """Starts the all-to-all of a layer's V, or of its first head group where the call has several."""
+    session: "LayerSession"
+    """The session of the layers."""
     may_overlap: bool
     """Whether V may go first and an MLP may be deferred; if not, no attention module is wrapped."""
     signatures: LayerSignatures = field(init=False)
@@ -105,7 +119,7 @@ class Layer(BaseLayer):
     # Replacements of calls.
 
     def _call_module(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self._context.is_active():
+        if not self._context.session.overlaps():
             return original(*args, **kwargs)
         with self.new_call(args, kwargs):
             self._project_early()
@@ -129,7 +143,7 @@ class Layer(BaseLayer):
     def _call_mlp(self, original: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a part of a parallel MLP; where the schedule overlaps it, defer that until the result is used."""
         is_overlapped = self._signature is not None and self._signature.schedule.overlaps_mlp
-        if not is_overlapped or not self._context.is_active():
+        if not is_overlapped or not self._context.session.overlaps():
             return original(given, *args, **kwargs)
         deferred = Deferred(lambda: original(materialize(given), *args, **kwargs))
         self._deferred.add(deferred)
@@ -176,7 +190,7 @@ class Layer(BaseLayer):
             projections[path](call.arguments[name])
         call.early, call.requested = call.requested, {}
         value = call.recipe.build(call.early, call.num_hidden)
-        call.v_handle, call.v_kind = self._context.send_v(value, self), (value.shape, value.dtype)
+        call.v_handle, call.v_kind = self._context.session.start_value(value, self), (value.shape, value.dtype)
 
     def claim_v_handle(self, value: torch.Tensor) -> Handle | None:
         """Return the handle of V's all-to-all if it has been started, given the V that reached USP; None otherwise.

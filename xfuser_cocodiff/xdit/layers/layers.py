@@ -1,7 +1,7 @@
 """All attention layers of a session, found when the first of them runs, and wrapped from then on."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +22,6 @@ from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModu
 class Layers(LayerContext):
     """All attention layers of a session."""
 
-    counts_calls: Callable[[], bool] = lambda: True
-    """Returns whether calls of transformers are to be counted at the moment."""
-    before_call: Callable[[RootModule, tuple, dict[str, Any]], None] = lambda *_: None
-    """Called before each call of a transformer is counted, with its arguments."""
     current: BaseLayer | None = field(init=False, default=None)
     """The layer whose attention runs."""
     _roots: weakref.WeakKeyDictionary[nn.Module, RootModule] = field(
@@ -101,7 +97,7 @@ class Layers(LayerContext):
         """Return the transformer of running modules, which are given innermost first, and count its calls."""
         transformer = next(module for module in reversed(running) if not is_compiler(module))
         if transformer not in self._roots:
-            self._roots[transformer] = RootModule(transformer, self.counts_calls, self.before_call)
+            self._roots[transformer] = RootModule(transformer, self.session.counts_calls, self.session.before_call)
         root = self._roots[transformer]
         outer = running[-1]  # the transformer, or torch.compile's wrapper of it
         if not is_wrapped(outer, root.call_transformer):

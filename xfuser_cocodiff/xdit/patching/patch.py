@@ -88,6 +88,8 @@ class PatchSet:
     """Whether the plugin is activated."""
     is_removed: bool = False
     """Whether the set was uninstalled: modules whose import is still running get no patches any more."""
+    host_runs_in_layers: bool = False
+    """Whether the patches that act in each layer are suspended."""
     off: dict[str, str] = field(default_factory=dict)
     """Features that are off, each with the reason."""
     applied: list[_AppliedPatch] = field(default_factory=list)
@@ -122,6 +124,7 @@ class PatchSet:
                 self.uninstall()
                 raise
             self.is_active = True
+            _active.append(self)
         known = {id(each()) for each in self.holders}
         added = [weakref.ref(holder) for holder in holders if id(holder) not in known]
         self.holders += added
@@ -130,6 +133,7 @@ class PatchSet:
 
     def switch_layers(self, is_on: bool) -> None:
         """Let the patches that act in each layer have effect, or the host's own functions run there meanwhile."""
+        self.host_runs_in_layers = not is_on
         changes = [
             (done, *((done.original, done.replacement) if is_on else (done.replacement, done.original)))
             for done in self.applied
@@ -142,6 +146,7 @@ class PatchSet:
     def uninstall(self) -> None:
         """Restore every symbol, in reverse order, and all copies of it in modules and holders."""
         self.is_removed = True
+        _active[:] = [each for each in _active if each is not self]
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         undone = self.applied[::-1]
         self.applied.clear()
@@ -226,6 +231,21 @@ class PatchSet:
             self._apply_to(module.__name__)
 
         loader.exec_module = exec_module
+
+
+_active: list[PatchSet] = []
+"""The sets that are activated."""
+
+
+def switch_layers(is_on: bool) -> None:
+    """Let the plugin act in the layers, or the host's own functions run there; see :meth:`PatchSet.switch_layers`."""
+    for each in _active:
+        each.switch_layers(is_on)
+
+
+def host_runs_in_layers() -> bool:
+    """Return whether the host's own functions run in the layers."""
+    return any(each.host_runs_in_layers for each in _active)
 
 
 def _replace(namespaces: Iterable[dict[str, Any]], changes: Sequence[tuple[_AppliedPatch, Any, Any]]) -> None:

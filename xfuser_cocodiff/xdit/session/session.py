@@ -3,14 +3,11 @@
 It is an attribute of xDiT's runtime state, and ends with it: sessions of one process share nothing.
 """
 
-import zlib
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
@@ -18,32 +15,28 @@ from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.codec import kernels
-from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.engine.comm.groups import timeout_of
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.layer_state import CodedCall
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.topology import devices, planner
+from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.xdit.layers.layer import Layer
-from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
-from xfuser_cocodiff.xdit.patching import host
-from xfuser_cocodiff.xdit.patching.log import warn_once
+from xfuser_cocodiff.xdit.patching import host, patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
-from xfuser_cocodiff.xdit.session import graph_passes
+from xfuser_cocodiff.xdit.session import graph_passes, reductions
 from xfuser_cocodiff.xdit.session.runs import Run, Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
 from xfuser_cocodiff.xdit.session.simulator import Simulator
+from xfuser_cocodiff.xdit.session.tuning_results import TuningResults
 from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap
 
 
@@ -66,10 +59,6 @@ class Session:
     """Ring over which the plugin passes K and V; None where xDiT's ring runs, or none."""
     ring_setup: CommSetup | None = None
     """Plans, link profile and tuning cache of :attr:`ring`."""
-    usp_is_unknown: bool = False
-    """Whether xDiT's USP runs unchanged, since its version is unknown."""
-    model: str = ""
-    """Class name of the transformer."""
     reference_check: ReferenceCheck | None = None
     """Self-check that is due after the first step that is encoded; None once it is done, and where there is none."""
     ranks: list[int] = field(default_factory=list)
@@ -78,12 +67,6 @@ class Session:
     """Global ranks of the ring."""
     origin: tuple[Any, CocoDiffConfig | None] = (None, None)
     """xDiT's config and the plugin's that the session was started with."""
-    overlap: Overlap = field(default_factory=Overlap)
-    """Overlap options that are set; the others are tuned."""
-    switch_layers: Callable[[bool], None] = lambda is_on: None
-    """Called with whether the plugin acts in the layers; else stock's functions run there."""
-    layers_run_stock: bool = False
-    """Whether stock runs in all layers, without any code of the plugin: nothing else is faster."""
     layers: Layers = field(init=False)
     """Attention layers."""
     runs: Runs = field(init=False)
@@ -92,21 +75,28 @@ class Session:
     """Statistics of the communication, also of stock's while it is recorded."""
     schedule_tuner: ScheduleTuner | None = field(init=False, default=None)
     """Autotuner of overlap schedules; None without a mesh."""
+    tuning_results: TuningResults | None = field(init=False, default=None)
+    """Results of autotuners in the tuning cache; None without a mesh."""
 
     def __post_init__(self) -> None:
         self.runs = Runs(self.runtime)
-        self.layers = Layers(
-            *(self._overlaps, self.start_value, self.overlap.v_first is not False),
-            *(self._counts_calls, self._before_call),
-        )
+        self.layers = Layers(self, self.overlap.v_first is not False)
         self._sizes: set[int] = set()
         """Sizes of the inputs of transformers so far: layers of another size are tuned apart."""
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
+            setups = [setup for setup in (self.comm_setup, self.ring_setup) if setup]
+            self.tuning_results = TuningResults(self.config, self.runtime is not None, setups)
+            mean = functools.partial(reductions.mean, timeout=self.config.timeout)
             self.schedule_tuner = ScheduleTuner(
-                self._candidates, self._mean, self.all_agree, compute_device(), self.save_tuning
+                self._candidates, mean, self.all_agree, compute_device(), self.save_tuning
             )
+
+    @property
+    def overlap(self) -> Overlap:
+        """Overlap options that are set; the others are tuned."""
+        return self.config.overlap if self.config else Overlap()
 
     @property
     def may_run_stock(self) -> bool:
@@ -170,66 +160,41 @@ class Session:
         is_same = config is not None and self.origin[0] is engine_config and self.origin[1] is config
         return is_same and not (self.layers.signatures or self.runs.newest or self.traffic.calls)
 
+    def all_agree(self, value: object) -> bool:
+        """Return whether all ranks that share a sequence pass the same value; always true with virtual ranks."""
+        return self.mesh is None or reductions.all_agree(value, self.config.timeout)
+
     # Tuning.
 
     def _candidates(self) -> list[ScheduleCandidates]:
         of_signatures = [signature.candidates for signature in self.layers.signatures if signature.candidates]
         return list(dict.fromkeys([*self.layers.signatures.candidates.values(), *of_signatures]))
 
-    def cached_schedule(self, signature: LayerSignature) -> OverlapSchedule | None:
-        """Return the schedule that an earlier process has chosen, the same on all ranks; None where there is none, or
-        where an overlap option is set."""
-        if self.comm_setup.cache is None or self.overlap != Overlap():
-            return None
-        schedule = self.comm_setup.cache.schedules.get(self._cache_key(signature.key))
-        return schedule if schedule and (signature.ready or not schedule.v_first) else None
-
-    def _cache_key(self, key: str) -> str:
-        """Return the key of signatures' schedule in the tuning cache, with the options that it depends on."""
-        return f"{self._tuned_options} {key}"
-
-    @property
-    def _tuned_options(self) -> str:
-        """Options that tuning results depend on."""
-        config, mode = self.config, EXACT
-        if self.runtime:
-            partitions = (self.comm_setup.partition, self.ring.partition if self.ring else None)
-            axes = (",".join(axis.name for axis in each.slow.topology.axes) if each else "" for each in partitions)
-            mode = f"{config.mode} {config.schedule or ''} {' '.join(axes)}"
-        return f"{mode} {config.plan or AUTO}"
+    def save_tuning(self) -> None:
+        """Save all tuning results for the next process."""
+        self.tuning_results.save(self.layers.signatures)
 
     @property
     def is_tuned(self) -> bool:
         """Whether overlap schedules are chosen, so that later steps run as this one."""
         return self.layers_run_stock or self.schedule_tuner is None or self.schedule_tuner.state is State.CHOSEN
 
-    def save_tuning(self) -> None:
-        """Save all tuning results for the next process; one rank of each group does."""
-        if self.comm_setup.cache is None:
-            return
-        if self.overlap == Overlap():
-            shared = self.layers.signatures.candidates
-            chosen = {self._cache_key(key): each.chosen for key, each in shared.items() if each.chosen}
-            self.comm_setup.cache.schedules |= chosen
-        try:
-            for setup in (self.comm_setup, self.ring_setup):
-                if setup and setup.cache:
-                    setup.cache.save()
-        except OSError as error:
-            warn_once(f"tuning results cannot be cached: {error}; choose another folder with --cocodiff_cache")
-
     # Runs and steps.
 
-    def _counts_calls(self) -> bool:
+    @property
+    def layers_run_stock(self) -> bool:
+        """Whether stock runs in all layers, without any code of the plugin: nothing else is faster."""
+        return patch.host_runs_in_layers()
+
+    def counts_calls(self) -> bool:
         """Return whether calls of transformers count: in the active session, and not while tracing."""
         return self is active() and not torch.compiler.is_compiling()
 
-    def _overlaps(self) -> bool:
+    def overlaps(self) -> bool:
         """Return whether communication may overlap with computation at the moment."""
-        has_ranks = self.mesh is not None and self.mesh.topology.size > 1
-        return has_ranks and not self.usp_is_unknown and self._counts_calls()
+        return self.mesh is not None and self.mesh.topology.size > 1 and self.counts_calls()
 
-    def _before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
         """Set the run of a transformer's call, and whether the plugin acts in its layers, the same on all ranks."""
         self.runs.before_call(root)
         tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
@@ -240,10 +205,13 @@ class Session:
         self._set_stock(bool(candidates) and all(each.runs_stock for each in candidates))
 
     def _set_stock(self, runs_stock: bool) -> None:
-        """Let stock run in all layers, or the plugin again."""
+        """Let stock run in all layers, or the plugin again.
+
+        While stock runs, a transformer that is called for the first time is not noticed. It runs stock, too, which is
+        the choice for layers of the same signatures, as of Wan 2.2's second expert.
+        """
         if runs_stock != self.layers_run_stock:
-            self.layers_run_stock = runs_stock
-            self.switch_layers(not runs_stock)
+            patch.switch_layers(not runs_stock)
             if runs_stock:
                 self.layers.unwrap_layers()
 
@@ -271,7 +239,7 @@ class Session:
         self.layers.end_step()
         if self.runs.end_step(run):
             self._check_references()
-            if self.schedule_tuner and self._counts_calls() and not is_captured():
+            if self.schedule_tuner and self.counts_calls() and not is_captured():
                 self.schedule_tuner.end_step()
         if run.is_over:
             self.end_run(run, is_complete=True)
@@ -290,24 +258,6 @@ class Session:
         if self.reference_check and self.reference_check.is_due:
             check, self.reference_check = self.reference_check, None
             check.check()
-
-    # Agreement of ranks.
-
-    def all_agree(self, value: object) -> bool:
-        """Return whether all ranks that share a sequence pass the same value; always true with virtual ranks."""
-        if self.mesh is None:
-            return True
-        number = zlib.crc32(repr(value).encode())
-        least, negated = self.all_reduce([number, -number], "min")
-        return least == -negated
-
-    def all_reduce(self, values: list[float], operation: str) -> list[float]:
-        """Return :func:`all_reduce` of the values, with the configured timeout."""
-        return all_reduce(values, operation, self.config.timeout if self.config else None)
-
-    def _mean(self, values: list[float]) -> list[float]:
-        *sums, ranks = self.all_reduce([*values, 1.0], "sum")
-        return [value / ranks for value in sums]
 
     # Calls of layers.
 
@@ -382,33 +332,6 @@ class Session:
         value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
         groups = self.num_head_groups(schedule, codecs)
         return UlyssesAttention(self.mesh, groups, layer.name, None, codecs, gather).start_value(value)
-
-
-def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
-    """Return numbers reduced over all ranks that share a sequence; all of them must call this.
-
-    In a ring these are all of its Ulysses groups, which have to make the same decisions. The collective runs in xDiT's
-    gloo group for host memory, so that it waits for no device and no all-to-all in flight.
-
-    Args:
-        values: of this rank.
-        operation: "sum", "min" or "max".
-        timeout: in seconds; when not given, the shorter one of the groups for host memory and for the device.
-
-    Raises:
-        UnresponsiveRankError: a rank does not respond.
-    """
-    group = host.sequence_group().cpu_group
-    # No longer than the device's collectives may take: their watchdog would end the process before a rank is named.
-    device_limit = timeout_of(host.sequence_group().device_group, compute_device())
-    limit = timedelta(seconds=timeout) if timeout else min(timeout_of(group, devices.CPU), device_limit)
-    tensor = torch.tensor(values, dtype=torch.float64)
-    with failure_detection.report_failed_ranks(group, "agreement"):
-        dist.all_reduce(tensor, _OPERATIONS[operation], group=group, async_op=True).wait(limit)
-    return tensor.tolist()
-
-
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 _STOCK = Session()

@@ -35,33 +35,31 @@ from xfuser_cocodiff.xdit.session import (
     usp_versions,
 )
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
+from xfuser_cocodiff.xdit.session.reductions import all_reduce
 from xfuser_cocodiff.xdit.session.run_report import LoggingReporter
-from xfuser_cocodiff.xdit.session.session import Session, active, all_reduce
+from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER
 
 
-def patches(activate: Callable[[Any], None], switch_layers: Callable[[bool], None]) -> list[Patch]:
+def patches(activate: Callable[[Any], None]) -> list[Patch]:
     """Return the patch that starts a session with each xDiT engine.
 
     Args:
         activate: called with the pipeline of an engine that uses the plugin.
-        switch_layers: called with whether the plugin acts in the layers; else stock's functions run there.
     """
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "initialize_runtime_state",
             "a session starts with each engine, once all ranks have started",
-            functools.partial(_with_session, activate, switch_layers),
+            functools.partial(_with_session, activate),
             ("pipeline", "engine_config"),
         ),
     ]
 
 
-def _with_session(
-    activate: Callable[[Any], None], switch_layers: Callable[[bool], None], original: Callable
-) -> Callable:
+def _with_session(activate: Callable[[Any], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         # A runner with a pipeline wrapper initializes its engine twice: the wrapper does too.
@@ -69,7 +67,6 @@ def _with_session(
         starts = engine_config is None or not session.was_just_started(engine_config, _config_of(engine_config))
         if starts:
             session.close()
-            switch_layers(True)  # also if another session than the active one had stock run
         if engine_config is not None and _config_of(engine_config):
             activate(pipeline)  # again: a Ray worker has created no config
         original(pipeline, engine_config)
@@ -80,9 +77,7 @@ def _with_session(
         state = host.runtime_state()
         if engine_config is not None and state is not None:
             state.cocodiff = session = start_session(pipeline, engine_config) if starts else session
-            session.switch_layers = switch_layers
             session.origin = engine_config, _config_of(engine_config)
-            session.model = type(getattr(pipeline, "transformer", None)).__name__
             session.select_kernels()
 
     return initialize_runtime_state
@@ -129,7 +124,6 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
         may_gather=parallel.ring_degree == 1 and parallel.pp_degree == 1,
         values=kernel_check.value_format(pipeline),
     )
-    session.usp_is_unknown = usp_is_unknown
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
 
@@ -211,7 +205,6 @@ def create_session(
         lossless_reason=lossless_reason,
         ring=ring,
         ring_setup=rings[0] if rings else None,
-        overlap=config.overlap,
     )
     session.save_tuning()
     if values:
