@@ -101,7 +101,7 @@ class VirtualRanks:
             parts = segments(layer.root.transformer, layer.root.shapes, num_queries)
             gathers_kv = call.gathers_coded
             fraction = self.shard_fraction((call.key if gathers_kv else call.query).shape, parts, gathers_kv)
-            layer_codecs = session.layer_codecs(layer, LayerSizes.of(*tensors, fraction=fraction), gathers_kv)
+            layer_codecs = session.codecs.of_layer(layer, LayerSizes.of(*tensors, fraction=fraction), gathers_kv)
         if layer_codecs is None:
             return call.compute_by_xdit()
 

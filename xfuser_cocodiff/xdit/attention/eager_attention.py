@@ -92,7 +92,7 @@ def attend(call: AttentionCall, in_flight: Handle | None, session: Session) -> t
 def _attend_in_ring(call: AttentionCall, session: Session) -> torch.Tensor:
     """Compute attention of a sequence that only a ring shares."""
     layer, inputs = session.layers.current, call.inputs(None)
-    codecs = session.ring_codecs(layer, LayerSizes.of(*inputs.tensors)) if session.ring else None
+    codecs = session.codecs.of_ring(layer, LayerSizes.of(*inputs.tensors)) if session.ring else None
     return inputs.attend_with(codecs, layer.name if layer else "")(*inputs.tensors, ALL_HEADS)
 
 
@@ -159,9 +159,9 @@ def _attend_lossy(call: AttentionCall, in_flight: Handle | None, session: Sessio
     sizes = LayerSizes.of(*tensors)
     if signature:
         signature.sizes, signature.gathers_kv = sizes, call.gathers_coded
-    codecs = session.layer_codecs(layer, sizes, call.gathers_coded)
+    codecs = session.codecs.of_layer(layer, sizes, call.gathers_coded)
     if codecs and codecs.gathers_kv and not call.can_gather:
-        codecs = session.layer_codecs_by_heads(layer, sizes)
+        codecs = session.codecs.by_heads(layer, sizes)
         if in_flight:
             in_flight.drain()
             in_flight = None
@@ -190,7 +190,7 @@ def _run(
     layer, (groups, gathers_kv) = session.layers.current, division
     gather, name = session.gather if gathers_kv else None, layer.name if layer else ""
     inputs = call.inputs(gather)
-    ring_codecs = session.ring_codecs(layer, sizes) if session.ring and sizes else None
+    ring_codecs = session.codecs.of_ring(layer, sizes) if session.ring and sizes else None
     deferred = layer.take_deferred() if layer else []
     beside = (lambda: [each.materialize() for each in deferred]) if deferred else None
     mesh = session.mesh if counts_traffic else session.mesh.with_separate_traffic()

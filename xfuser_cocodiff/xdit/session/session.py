@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
@@ -19,20 +18,17 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.layer_state import CodedCall
-from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.planner import SentSizes
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
+from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.patching import host, patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_passes, reductions
+from xfuser_cocodiff.xdit.session.call_codecs import CallCodecs
 from xfuser_cocodiff.xdit.session.runs import Run, Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
 from xfuser_cocodiff.xdit.session.simulator import Simulator
@@ -59,16 +55,12 @@ class Session:
     """Ring over which the plugin passes K and V; None where xDiT's ring runs, or none."""
     ring_setup: CommSetup | None = None
     """Plans, link profile and tuning cache of :attr:`ring`."""
-    reference_check: ReferenceCheck | None = None
-    """Self-check that is due after the first step that is encoded; None once it is done, and where there is none."""
-    ranks: list[int] = field(default_factory=list)
-    """Global ranks of the Ulysses group."""
-    ring_ranks: list[int] = field(default_factory=list)
-    """Global ranks of the ring."""
     origin: tuple[Any, CocoDiffConfig | None] = (None, None)
     """xDiT's config and the plugin's that the session was started with."""
     layers: Layers = field(init=False)
     """Attention layers."""
+    codecs: CallCodecs = field(init=False)
+    """Codecs of the layers' calls."""
     runs: Runs = field(init=False)
     """Runs of pipelines and samplers."""
     traffic: Traffic = field(init=False)
@@ -80,6 +72,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.runs = Runs(self.runtime)
+        self.codecs = CallCodecs(self.runtime, self.simulator is not None and self.simulator.is_ring)
         self.layers = Layers(self, self.overlap.v_first is not False)
         self._sizes: set[int] = set()
         """Sizes of the inputs of transformers so far: layers of another size are tuned apart."""
@@ -238,7 +231,7 @@ class Session:
             return
         self.layers.end_step()
         if self.runs.end_step(run):
-            self._check_references()
+            self.codecs.end_step()
             if self.schedule_tuner and self.counts_calls() and not is_captured():
                 self.schedule_tuner.end_step()
         if run.is_over:
@@ -254,83 +247,14 @@ class Session:
         if self.schedule_tuner:
             self.schedule_tuner.begin_run()
 
-    def _check_references(self) -> None:
-        if self.reference_check and self.reference_check.is_due:
-            check, self.reference_check = self.reference_check, None
-            check.check()
-
-    # Calls of layers.
-
-    def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes, gathers_kv: bool = False) -> LayerCodecs | None:
-        """Return the codecs of a layer's Ulysses group in this call, the same on all ranks; None where it is lossless.
-
-        Args:
-            layer: None where its module is unknown.
-            sizes: of the layer's tensors on this rank.
-            gathers_kv: whether the layer gathers K and V.
-        """
-        if not self._is_encoded(layer):
-            return None
-        call = layer.call
-        if call is not None and call.layer_codecs is not None:
-            return call.layer_codecs
-        if self.simulator and self.simulator.is_ring:
-            return self.ring_codecs(layer, sizes)
-        codecs = self.runtime.layer_codecs(self._coded_call(layer, sizes, gathers_kv))
-        if self.reference_check:
-            self.reference_check.note(layer.name, codecs, self.ranks)
-        if call is not None and codecs is not None:  # simulated ranks make no call
-            call.use_codecs(codecs, self.num_head_groups(call.schedule, codecs))
-        return codecs
-
-    def num_head_groups(self, schedule: OverlapSchedule, layer_codecs: LayerCodecs | None) -> int:
-        """Return the number of head groups of a call by a schedule.
-
-        In a lossy mode, only layers that gather K and V have several.
-        """
-        if self.runtime is not None and not (layer_codecs and layer_codecs.gathers_kv):
-            return 1
-        return schedule.groups
-
-    def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
-        """Return the codecs of a layer that has gathered K and V and cannot any more; see :meth:`layer_codecs`."""
-        self.runtime.store.drop(id(layer), layer.branch)
-        layer.call.layer_codecs = None
-        return self.layer_codecs(layer, sizes)
-
-    def ring_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
-        """Return the codecs of a layer's ring in this call; see :meth:`layer_codecs`."""
-        if not self._is_encoded(layer):
-            return None
-        codecs = self.runtime.ring_codecs(self._coded_call(layer, sizes))
-        if self.reference_check:
-            self.reference_check.note(layer.name, codecs, self.ring_ranks)
-        return codecs
-
-    @staticmethod
-    def _coded_call(layer: BaseLayer, sizes: LayerSizes, gathers_kv: bool = False) -> CodedCall:
-        root = layer.root
-        return CodedCall(layer.name, id(layer), layer.branch, sizes, id(root), gathers_kv)
-
-    def _is_encoded(self, layer: BaseLayer | None) -> bool:
-        """Return whether a layer is encoded in this call."""
-        if self.runtime is None or layer is None or layer.root.run is None or layer.is_repeated:
-            return False
-        if is_captured():
-            self.runtime.inactive_reason = (
-                "a CUDA graph is captured, which would repeat the codecs of one step; leave CUDA graphs out"
-            )
-            return False
-        return True
-
     def start_value(self, value: torch.Tensor, layer: Layer) -> Handle:
         """Start the all-to-all of a layer's V, or of its first head group where the call has several."""
         self.select_kernels()
         schedule, signature = layer.call.schedule, layer.call.signature
-        codecs = self.layer_codecs(layer, signature.sizes, signature.gathers_kv)
+        codecs = self.codecs.of_layer(layer, signature.sizes, signature.gathers_kv)
         gathers_kv = codecs.gathers_kv if codecs else schedule.gathers_kv
         value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
-        groups = self.num_head_groups(schedule, codecs)
+        groups = self.codecs.num_head_groups(schedule, codecs)
         return UlyssesAttention(self.mesh, groups, layer.name, None, codecs, gather).start_value(value)
 
 

@@ -212,9 +212,9 @@ def create_session(
             rank, size = dist.get_rank(each.group), each.group.size()
             plan_check.check(list(_checked_meshes(setup, size)), rank, size, host.sequence_group().cpu_group)
     if values and session.runtime:
-        session.ranks = dist.get_process_group_ranks(group)
-        session.ring_ranks = dist.get_process_group_ranks(ring_group) if ring_group else []
-        session.reference_check = ReferenceCheck(host.sequence_group().cpu_group)
+        ring_ranks = dist.get_process_group_ranks(ring_group) if ring_group else []
+        check = ReferenceCheck(host.sequence_group().cpu_group)
+        session.codecs.check_later(check, dist.get_process_group_ranks(group), ring_ranks)
     return session
 
 
