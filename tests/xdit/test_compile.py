@@ -16,7 +16,7 @@ from benchmarks import bare_runtime
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow, slow_but
-from tests.xdit.attention.test_overlap import start, use, use_config
+from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.comparison.stage_timer import StageTimer
@@ -88,9 +88,7 @@ def trace_as_for_devices(rank: int, v_first: bool) -> None:
     """Check the traced collectives of a lossless run, as on accelerators."""
     group, transformer, step = start(rank, depth=2)
     expected = step()
-    session = starting.create_session(group, config_of(2, "flat"))
-    session.overlap = dataclasses.replace(session.overlap, v_first=v_first)
-    bare_runtime.use_session(session)
+    use_config(group, dataclasses.replace(config_of(2, "flat"), overlap=Overlap(v_first)))
     graphs: list[str] = []
 
     def compiled(graph: torch.fx.GraphModule, _: list) -> torch.fx.GraphModule:
@@ -245,68 +243,3 @@ def test_v_is_sent_before_q_and_k_are_projected(others: bool, tmp_path: Path, mo
     stock, exact = both[0]
     assert len(re.findall("sw*a", stock)) == 3  # Q, K and V together
     assert re.fullmatch("(m+sm+sm*w+am*sm*w){3}m+w", exact)  # V, then Q and K, and O
-
-
-def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topology: str, *more: str) -> list:
-    """Return the figures of :func:`compile_both` for a pipeline in xDiT's runner, with two prompts and other sizes."""
-    from torch._dynamo.utils import counters
-
-    from tests.xdit.test_approximation import LossyRun
-
-    run = LossyRun(rank, world_size, model, "--num_inference_steps", "3", "--ulysses_degree", str(degree), *more)
-    expected, figures = [], []
-    modes = (None, "exact", "balanced") if world_size == 2 else (None, "exact")  # four code in test_traced_codecs
-    for mode in modes:
-        if mode:
-            run.use_mode(
-                mode, topology, slow_axes=("node",) if mode == "balanced" else (), overlap=Overlap(v_first=True)
-            )
-        torch._dynamo.reset()
-        counters.clear()
-        run.runner.model.pipe.transformer.compile(backend="aot_eager")
-        found = [run()]
-        figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
-        found.append(run(prompt="two cups of coffee"))
-        figures[-1].append(counters["stats"]["unique_graphs"])  # more of them where the text has another length
-        # With more ranks on the same cores, tracing further sizes takes longer than the timeout of collectives.
-        for sizes in ({"height": 192}, {}) if world_size == 2 else ():
-            found.append(run(**sizes))
-            figures[-1].append(counters["stats"]["unique_graphs"])
-        assert figures[-1][0] > 0
-        expected = expected or found
-        assert mode == "balanced" or all(map(torch.equal, found, expected)), mode
-        assert (mode == "balanced") == bool(active().traffic.calls)  # graphs of exact have PyTorch's collectives
-    return figures
-
-
-@pytest.mark.slow  # tested above for transformers; compiling a pipeline takes minutes
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    ("model", "world_size", "degree", "topology", "more"),
-    [
-        ("FLUX.2-dev", 4, 4, "2x2", []),
-        ("Qwen-Image", 2, 2, "node=2", []),
-        ("SD3.5", 4, 2, "node=2", ["--use_cfg_parallel"]),  # two Ulysses groups
-        ("SD3.5", 4, 2, "node=2", ["--ring_degree", "2"]),
-    ],
-)
-def test_compiled_pipelines_equal_stock_without_more_graphs(
-    model: str, world_size: int, degree: int, topology: str, more: list[str]
-) -> None:
-    check(ranks.run(compile_a_pipeline, world_size, world_size, model, degree, topology, *more))
-
-
-def compile_late(rank: int) -> None:
-    """Compile a transformer whose layers are wrapped and verified already."""
-    group, transformer, step = start(rank, depth=2)
-    use(group, True, 2)
-    results = [step() for _ in range(4)]
-    transformer.compile(backend="aot_eager")
-    results += [step() for _ in range(2)]
-    for result in results[1:]:
-        assert torch.equal(result, results[0])
-
-
-@pytest.mark.slow  # one that runs a coded mode is quick, in test_traced_codecs
-def test_a_transformer_may_be_compiled_after_its_layers_are_wrapped() -> None:
-    ranks.run(compile_late, 2)

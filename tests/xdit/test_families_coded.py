@@ -3,9 +3,8 @@
 Latents stay close to stock's, with all-to-alls by heads and with gathered K and V.
 """
 
-import math
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 
 import pytest
@@ -15,12 +14,7 @@ from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES, LONG_CONTEXT
-from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, LETTERS, Codec
-from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.tools.simulation import coded_bytes
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.engine.compression.step_report import StepReport
@@ -166,13 +160,7 @@ def check_bits(model: str, found: list[list[BitsRun]]) -> None:
             assert decibels(run.latents, run.stock) > CODED[model].decibels
 
 
-ONE_TRANSFORMER = [model for model in CASES if CODED[model].keyframes == (0,)]
-"""Models for which every feature of a schedule is tested, and coding of every layer with it."""
-
-
-@pytest.mark.parametrize(
-    "model", slow_but(["MiniMaxH3Fused"], ["MiniMaxH3Fused", *sorted(CASES.keys() - {*ONE_TRANSFORMER})])
-)
+@pytest.mark.parametrize("model", slow_but(["MiniMaxH3Fused"], CASES))
 def test_every_layer_is_coded(model: str) -> None:
     check_bits(model, ranks.run(run_bits, DEGREE, model))
 
@@ -191,138 +179,10 @@ def run_plainly(rank: int, model: str) -> "list[tuple[set[str], list[StepReport]
     return found
 
 
-@pytest.mark.parametrize("model", slow_but(["Lumina2"], ["Wan", "Lumina2"]))
+@pytest.mark.slow  # tests/engine/topology has the rule, and attention/test_gathered_usp layers by it
+@pytest.mark.parametrize("model", ["Wan", "Lumina2"])
 def test_plain_options_gather_where_the_rule_says_so(model: str) -> None:
     for on_rank in ranks.run(run_plainly, DEGREE, model):
         for (topology, models), (gathered, reports, psnr) in zip(PLAIN.items(), on_rank, strict=True):
             assert gathered == (set(reports[0].errors) if model in models else set()), topology
             assert len(reports[0].errors) == CODED[model].layers and psnr > CODED[model].decibels
-
-
-FEATURES = [
-    None,
-    "warmup=0,first=4",
-    "warmup=2,first=exact",
-    "bits=3.2,predictor=0",
-    "bits=5.3,first=4",
-    "bits=1.6,warmup=0",
-    "bits=1,joint=0",
-    "bits=exact",
-    "bits=2.7",
-]
-"""Changes to a mode's schedule, with fixed bits."""
-OF_PAPER = [None, "refresh=3,cached=0.8", "cached=0.2->1", "warmup=1,cached=0.4"]
-"""Changes to the mode `paper`."""
-
-
-Case = tuple[str, str | None, str]
-"""Mode, feature and exchange."""
-
-
-def codecs_of(schedule: CodecSchedule, step: int, bits: float | None = None) -> Mapping[str, Codec]:
-    """Return the codecs of a step, at which rate control chose some bits; at the first there is no reference."""
-    return schedule.codecs(step, STEPS, bits) if step else dict.fromkeys(LETTERS, schedule.keyframe_codec)
-
-
-class Messages:
-    """Computes expected bytes on slow axes from the sizes of all coded exchanges."""
-
-    def __init__(self) -> None:
-        from xfuser_cocodiff.engine.compression import coded_all_to_all
-        from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-
-        self.exchanges: dict[tuple, tuple[dict, list]] = {}
-        start, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
-        gather = ulysses.gather
-
-        def recorded_codecs(runtime: CodecRuntime, call: Any, *given: Any) -> Any:
-            self._call, self._step = call[:3], runtime.clock.step
-            return layer_codecs(runtime, call, *given)
-
-        def recorded_start(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, *more: Any) -> Any:
-            partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", label.head_group)
-            shapes, flags = self.exchanges.setdefault(key, ({}, []))
-            for name, piece in zip(label.tensors, pieces, strict=True):
-                batch, *rest = piece.shape[-4:]
-                shapes[name] = (partition.num_slow - 1, batch * partition.num_fast, *rest)
-            flags.append(ALIGNMENT)
-            return start(pieces, targets, mesh, layer_codecs, label, *more)
-
-        def recorded_gather(tensors: Any, mesh: Any, label: Any, layer_codecs: Any) -> Any:
-            if layer_codecs:
-                key, links = (self._step, self._call, False, label.head_group), mesh.topology.size - 1
-                shapes, flags = self.exchanges.setdefault(key, ({}, []))
-                shapes |= {name: (links, *each.shape) for name, each in zip(label.tensors, tensors, strict=True)}
-                flags.append(ALIGNMENT)
-            return gather(tensors, mesh, label, layer_codecs)
-
-        coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs
-        ulysses.gather = recorded_gather
-
-    def expected(self, schedule: CodecSchedule, bits: list[float | None]) -> list[tuple[int, int]]:
-        """Return coded and lossless bytes of each step by a schedule with these bits, and forget the exchanges."""
-        found = [(0, 0)] * STEPS
-        for (step, *_), (shapes, flags) in self.exchanges.items():
-            names = "".join(shapes)
-            step_codecs = codecs_of(schedule, step, bits[step])
-            links = next(iter(shapes.values()))[0]
-            size = coded_bytes.link_bytes(step_codecs, names, [*shapes.values()], torch.float32) + sum(flags[1:])
-            exact = 4 * sum(map(math.prod, shapes.values()))
-            found[step] = found[step][0] + links * size, found[step][1] + exact
-        self.exchanges.clear()
-        return found
-
-
-def run_features(rank: int, model: str, cases: list[Case]) -> tuple[list[BitsRun], list[tuple]]:
-    """Return the runs with :data:`BITS`, and for each case expected lossless steps and bytes, reports and latents."""
-    coding, found = Coding(rank, model), []
-    messages, bits_runs = Messages(), coding.run_bits()
-    layers = sorted(coding.runtime.reports[0].errors)
-    messages.exchanges.clear()
-    for mode, feature, exchange in cases:
-        latents = coding.run(mode, feature, exchange)
-        schedule = modes.PRESETS[mode]
-        schedule = CodecSchedule.parse(feature, schedule) if feature else schedule
-        bits = [report.bits for report in coding.runtime.reports]
-        of_steps = [codecs_of(schedule, step, bits[step]) for step in range(STEPS)]
-        exact_steps = [all(codec.is_exact for codec in codecs.values()) for codecs in of_steps]
-        check_gathered(layers, coding.gathered, model, BY_HEADS if mode == "paper" else exchange)
-        results = messages.expected(schedule, bits), coding.runtime.reports, latents
-        found.append((exact_steps, *results, coding.stock))
-    return bits_runs, found
-
-
-def check_features(model: str, cases: list[Case]) -> None:
-    lossy = set()
-    bits_runs, feature_runs = zip(*ranks.run(run_features, DEGREE, model, cases), strict=True)
-    check_bits(model, bits_runs)
-    for rank in feature_runs:
-        for case, (exact_steps, expected, reports, latents, stock) in zip(cases, rank, strict=True):
-            for report, is_exact, (sent, exact) in zip(reports, exact_steps, expected, strict=True):
-                assert (report.sent_bytes, report.exact_bytes, report.exact_layers) == (sent, exact, 0), (case, report)
-                assert report.repeated == 0 and len(report.errors) == CODED[model].layers, (case, report)
-                # Tokens that were sent long ago may be unrelated: an error of root two, or more if extrapolated.
-                assert report.error < (1e-9 if is_exact else 2), (case, report)
-                lossy |= {case} if report.error else set()  # a rank may send zeros only
-            assert latents.isfinite().all() and not torch.equal(latents, stock), case
-    assert lossy == {*cases}
-
-
-def cases_of(number: int) -> list[Case]:
-    """Return every second feature for a model, the others for the next one.
-
-    Modes and exchanges change from feature to feature, and from model to model.
-    """
-    features = [("balanced", each) for each in FEATURES] + [("fast", None)] + [("paper", each) for each in OF_PAPER]
-    return [
-        (*feature, EXCHANGES[(number + index) // 2 % 2])
-        for index, feature in enumerate(features)
-        if (number + index) % 2 == 0
-    ]
-
-
-@pytest.mark.slow  # test_every_layer_is_coded is quick
-@pytest.mark.parametrize("model", ONE_TRANSFORMER)
-def test_every_mode_with_every_schedule_feature(model: str) -> None:
-    """Combine modes, features and exchanges over all models; bytes equal the prediction and errors are finite."""
-    check_features(model, cases_of(ONE_TRANSFORMER.index(model)))

@@ -1,4 +1,4 @@
-"""Soak test of an HTTP service of Ray actors, with the plugin enabled by variables."""
+"""Requests to an HTTP service of Ray actors, with the plugin enabled by variables."""
 
 import base64
 import importlib.util
@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -25,7 +24,7 @@ from tests import ranks
 MISSING = [name for name in ("ray", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,  # test_approximation has runs of changing sizes, steps and prompts through one pipeline
-    pytest.mark.alone,  # it measures memory, and Ray fails if its own processes take more than seconds to start
+    pytest.mark.alone,  # Ray fails if its own processes take more than seconds to start
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install '.[serve]')"),
 ]
 STOCK = Path(__file__).parent.parent / "stock"
@@ -46,11 +45,9 @@ KINDS = [
         ("", 128, 128, 5, 3),
     )
 ]
-REQUESTS = 300
+REQUESTS = 60
 CANCELLED_EVERY = 10
 """Requests between two that are cancelled while they run."""
-GROWTH = 1.02
-"""Largest growth of resident memory from the second quarter to the last: allocators keep memory that they had once."""
 TIMEOUT = 300
 """Longest time in seconds until the service listens, and until a response."""
 
@@ -62,12 +59,11 @@ class Service:
         self._address, self._process, self._log = f"http://127.0.0.1:{port}/generate", process, log
         self._port = port
 
-    def generate(self, request: dict) -> tuple[bytes, list[int]]:
-        """Return the picture file, and the resident memory of each worker in bytes."""
+    def generate(self, request: dict) -> bytes:
+        """Return the picture file."""
         post = urllib.request.Request(self._address, json.dumps(request).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(post, timeout=TIMEOUT) as response:
-            result = json.load(response)
-        return base64.b64decode(result["output"]), result["resident"]
+            return base64.b64decode(json.load(response)["output"])
 
     def cancel(self, request: dict, seconds: float) -> None:
         """Send a request, and close the connection before there is a response."""
@@ -136,23 +132,15 @@ def picture_of(kind: dict, **variables: str) -> bytes:
     return next(filter(None, ranks.run(single_request, 2, kind, env={**BALANCED, **variables})))
 
 
-def test_mixed_requests_equal_single_ones_and_memory_is_constant(hub: Path, tmp_path: Path) -> None:
-    """Memory does not grow, and no request, also one that its client cancels, affects the picture of another."""
+def test_mixed_requests_equal_single_ones(hub: Path, tmp_path: Path) -> None:
+    """No request, also one that its client cancels, affects the picture of another."""
     expected = [picture_of(kind) for kind in KINDS]
     assert len(set(expected)) == len(KINDS)
     assert expected[-1] != picture_of(KINDS[-1], COCODIFF_MODE="exact")  # the mode is lossy
-    order, chance = [number % len(KINDS) for number in range(REQUESTS)], random.Random(0)
-    chance.shuffle(order)
-    resident = []
-    with service(tmp_path / "soak", **BALANCED) as soaked:
+    order = [number % len(KINDS) for number in range(REQUESTS)]
+    random.Random(0).shuffle(order)
+    with service(tmp_path / "mixed", **BALANCED) as running:
         for number, kind in enumerate(order):
             if number % CANCELLED_EVERY == 0:
-                soaked.cancel(chance.choice(KINDS), chance.uniform(0.05, 0.5))
-            picture, sizes = soaked.generate(KINDS[kind])
-            assert picture == expected[kind], f"request {number}, {KINDS[kind]}"
-            resident.append(sizes)
-    (tmp_path / "resident.json").write_text(json.dumps(resident))
-    quarter = REQUESTS // 4
-    for rank, sizes in enumerate(zip(*resident, strict=True)):
-        second, last = median(sizes[quarter : 2 * quarter]), median(sizes[-quarter:])
-        assert last <= GROWTH * second, f"rank {rank}: {second / 2**20:.0f} MB, then {last / 2**20:.0f} MB"
+                running.cancel(KINDS[kind], 0.2)
+            assert running.generate(KINDS[kind]) == expected[kind], f"request {number}, {KINDS[kind]}"

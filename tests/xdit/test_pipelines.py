@@ -143,23 +143,10 @@ def test_latents_equal_stock(model: str, degree: int) -> None:
     check(model, degree)
 
 
-@pytest.mark.slow  # test_transformers has three ranks, and eight
-@pytest.mark.parametrize("degree", [6, 12])
-def test_degrees_that_are_not_powers_of_two(degree: int) -> None:
-    check("Qwen-Image", degree, "--height", "192", "--width", "192")
-
-
 @pytest.mark.slow  # test_transformers has bf16
 @pytest.mark.parametrize("model", MODELS)
 def test_bf16_latents_equal_stock(model: str) -> None:
     check(model, 4, dtype=torch.bfloat16)
-
-
-@pytest.mark.slow  # batches are quick in test_transformers
-@pytest.mark.parametrize("model", MODELS)
-def test_batch_of_three_equals_stock(model: str) -> None:
-    negative = ["--negative_prompt", "coins"] if model == "Qwen-Image" else []
-    check(model, 2, "--prompt", "a cat", "the surface of the moon", "cell bodies", *negative)
 
 
 @pytest.mark.slow  # its process groups are quick in integration/test_flags
@@ -182,59 +169,13 @@ def compare_stages(rank: int, world_size: int, arguments: list[str], topology: s
         assert used_axes() == {axis.partition("=")[0] for axis in topology.split(",")}
 
 
+@pytest.mark.slow  # eight ranks; the start of such a session is quick in integration/test_flags
 @pytest.mark.parametrize(
     ("model", "degree", "topology"),
-    slow_but(
-        [("FLUX.1-dev", 4, "node=2,gpu=2")],  # where a patch and the text are as long as all patches together
-        [(model, *each) for model in ("FLUX.1-dev", "SD3.5") for each in ((2, "gpu=2"), (4, "node=2,gpu=2"))],
-    ),
+    [("FLUX.1-dev", 4, "node=2,gpu=2"), ("SD3.5", 2, "gpu=2")],  # all patches as long as a patch and the text
 )
 def test_pipefusion_equals_stock(model: str, degree: int, topology: str) -> None:
     """Two stages, each with its own Ulysses group. Stages keep K and V of patches that are not sent in a step."""
     more = ["--pipefusion_parallel_degree", "2", "--num_inference_steps", "5"]
     arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model], *more]
     ranks.run(compare_stages, 2 * degree, 2 * degree, arguments, topology)
-
-
-def split_heads(rank: int, arguments: list[str]) -> set[int]:
-    """Return the numbers of head groups of all layers, set to 2; check the latents against stock."""
-    from xfuser_cocodiff.xdit.session.session import active
-
-    run = Run(rank, 2, arguments, torch.float32)
-    stock = run()
-    run.use_plugin("gpu=2", head_groups=2)
-    assert torch.equal(run(), stock)
-    return {each.candidates.schedule.groups for each in active().layers.signatures if each.candidates}
-
-
-@pytest.mark.slow  # test_pipefusion_equals_stock is quick
-def test_heads_are_split_where_xdit_keeps_k_and_v_for_pipefusion() -> None:
-    """In SD3.5 it does so also without PipeFusion, and never reads them then."""
-    arguments = ["--model", "SD3.5", "--ulysses_degree", "2", *SIZE, *MODELS["SD3.5"]]
-    assert ranks.run(split_heads, 2, arguments) == [{2}, {2}]
-
-
-@pytest.mark.slow  # groups beside it are quick
-def test_data_parallel_equals_stock() -> None:
-    check("FLUX.1-dev", 2, "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket", world_size=4)
-
-
-def compare_models_and_sizes(rank: int, world_size: int) -> None:
-    """Run two models in one process, each twice in a row and then at another size."""
-    runs = {}
-    for model, arguments in list(MODELS.items())[::3]:
-        arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *arguments]
-        runs[model] = Run(rank, world_size, arguments)
-    sizes = [{}, {}, {"height": 192, "width": 128}]
-    for run in runs.values():
-        run.use_plugin(None)
-        stock = [run(**size) for size in sizes]
-        run.use_plugin("node=2")
-        for size, expected in zip(sizes, stock, strict=True):
-            assert torch.equal(run(**size), expected)
-        assert used_axes() == {"node"}
-
-
-@pytest.mark.slow  # test_latents_equal_stock is quick, for one model at one size
-def test_two_models_at_two_sizes_equal_stock() -> None:
-    ranks.run(compare_models_and_sizes, 2, 2)

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
-from xfuser_cocodiff.tools.launching import cpu_host
-
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [
     *("--model", "black-forest-labs/FLUX.1-dev", "--prompt", "a photo of a cat", "--height", "64", "--width", "64"),
@@ -66,40 +64,3 @@ def test_ray_workers_use_the_plugin_and_equal_stock(hub: Path, tmp_path: Path, r
         for rank in range(2):
             record = json.loads((folder / f"record/rank{rank}.json").read_text())
             assert (record["rank"], record["degree"], record["topology"]) == (rank, 2, topology), name
-
-
-class StandInRay:
-    """Mock of ray that records the calls of `init`; if it joins a cluster, it accepts no `num_gpus`, as Ray."""
-
-    def __init__(self, joins: bool = False) -> None:
-        self.joins, self.calls = joins, []
-
-    def init(self, *args: object, **kwargs: object) -> str:
-        if self.joins and "num_gpus" in kwargs:
-            raise ValueError("When connecting to an existing cluster, num_cpus and num_gpus must not be provided.")
-        self.calls.append((args, kwargs))
-        return "context"
-
-
-@pytest.mark.parametrize(
-    ("variables", "joins", "args", "given", "expected"),
-    [
-        ({}, False, (), {"address": None}, {"address": None, "num_gpus": cpu_host.NUM_GPUS}),
-        ({}, True, (), {"address": None}, {"address": None}),
-        ({}, False, (), {"num_gpus": 2}, {"num_gpus": 2}),
-        ({}, False, ("auto",), {}, {}),
-        ({"RAY_ADDRESS": "node0:6379"}, False, (), {}, {}),
-        ({"CUDA_VISIBLE_DEVICES": ""}, False, (), {}, {}),
-    ],
-    ids=["private", "existing", "num_gpus given", "by address", "by variable", "devices limited"],
-)
-def test_only_a_private_ray_gets_virtual_gpus(
-    monkeypatch: pytest.MonkeyPatch, variables: dict, joins: bool, args: tuple, given: dict, expected: dict
-) -> None:
-    for name in cpu_host._GIVEN_BY:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    ray = StandInRay(joins)
-    assert cpu_host._with_gpus(ray.init)(*args, **given) == "context"
-    assert ray.calls == [(args, expected)]

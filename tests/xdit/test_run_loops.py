@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.quick import slow_but
 from tests.xdit.families import FAMILIES
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_families_coded import BITS, Coded, check_reports
@@ -136,13 +135,8 @@ def check_exact(name: str, results: RunResult) -> None:
     assert results.sources <= {*family.v_first}
 
 
-@pytest.mark.parametrize(
-    ("name", "degree"),
-    slow_but(
-        [("MiniMaxH3", 2)],  # LingBot-Video is quick with guidance on other ranks
-        [(name, degree) for name in LOOPS for degree in (2, 4)],
-    ),
-)
+@pytest.mark.slow  # LingBot-Video is quick, with guidance on other ranks
+@pytest.mark.parametrize(("name", "degree"), [(name, degree) for name in LOOPS for degree in (2, 4)])
 def test_runs_of_a_pipelines_own_loop_are_tracked(name: str, degree: int) -> None:
     check(name, degree)
 

@@ -77,13 +77,3 @@ def test_xdit_command_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> N
     pictures = {run.name: Image.open(next(run.glob("*.png"))) for run in tmp_path.iterdir()}
     for name, picture in pictures.items():
         assert ImageChops.difference(picture, pictures["stock"]).getbbox() is None, name
-
-
-@pytest.mark.slow  # test_flags has the errors of invalid options on all ranks
-def test_invalid_option_ends_the_xdit_command(hub: Path, tmp_path: Path) -> None:
-    xdit = [sys.executable, "-m", "xfuser.cli", "--master_port=29614", *ARGUMENTS]
-    done = subprocess.run(
-        [*xdit, "--use_cocodiff", "--cocodiff_topology", "3x2"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert "--cocodiff_topology: topology '3x2' describes 3 x 2 = 6 ranks" in done.stderr

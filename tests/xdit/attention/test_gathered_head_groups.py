@@ -1,47 +1,16 @@
 """Head groups of coded layers that gather K and V, on real ranks: outputs, messages, references, and their choice."""
 
-from unittest import mock
-
-import pytest
 import torch
 
 from tests import ranks
-from tests.quick import slow
-from tests.xdit.attention.test_gathered_usp import STEPS, Case, Run
-from tests.xdit.attention.test_head_group_choice import ACCELERATOR, LINKS
-from tests.xdit.attention.test_head_group_choice import Run as TimedRun
-from xfuser_cocodiff.engine.autotune import plan_selection
+from tests.xdit.attention.test_gathered_usp import Case, Run
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
 from xfuser_cocodiff.xdit.session.session import Session
-
-COARSE = "bits=2,predictor=0"
-"""Codecs whose errors show, with a predictor whose gain does not depend on which heads share a message."""
 
 
 def counts_of(session: Session) -> set[int]:
     """Return the numbers of head groups of all link references."""
     return {head_group.count for state in session.runtime.store.states.values() for _, head_group in state.link_states}
-
-
-def by_groups(rank: int, groups: int) -> tuple[list[torch.Tensor], list[list[int]], set[int], int]:
-    """Return outputs of a run with a set number of head groups, heads in messages, and what references hold."""
-    run = Run(rank, Case())
-    session = run.session("balanced", None, schedule=COARSE, groups=groups)
-    run.steps(session)  # in which the layer is detected and verified
-    counts: set[int] = set()
-    run.transformer.register_forward_hook(lambda *_: counts.update(counts_of(session)))
-    outputs = run.steps(session)
-    return outputs, list(run.gathered), counts, session.runtime.reports[-1].reference_bytes
-
-
-@pytest.mark.slow  # no quick test compares outputs of two numbers
-def test_head_groups_change_neither_outputs_nor_memory() -> None:
-    found = {groups: ranks.run(by_groups, 4, groups) for groups in (1, 2)}
-    for one, two in zip(found[1], found[2], strict=True):
-        assert all(map(torch.equal, one[0], two[0]))
-        assert (len(one[1]), len(two[1])) == (2 * STEPS, 3 * STEPS)  # V and Q, K; then Q, K and V of the second group
-        assert (one[2], two[2]) == ({1}, {2})
-        assert one[3] == two[3] > 0
 
 
 def switch(rank: int) -> list[tuple[float, set[int], bool]]:
@@ -107,45 +76,3 @@ def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
 def test_branches_of_other_lengths_have_numbers_of_their_own() -> None:
     for counts, differences in ranks.run(two_branches, 2):
         assert counts == [{1}] * 2 + [{1, 2}] * 4 and differences == {False}
-
-
-def tune(rank: int, seconds: dict[int, float]) -> tuple[set[int], list[int], set[int]]:
-    """Return the candidates' numbers of head groups, those chosen, and those of references after the choice."""
-    run = TimedRun(rank, seconds, mode="balanced", slow_axes=("node",))
-    with mock.patch.object(plan_selection, "devices", ACCELERATOR):
-        session = run.session()
-    run.steps(session, 3 + 16 + 8)  # eight of them restart references
-    signatures = [each for each in session.layers.signatures if each.candidates]
-    numbers = {each.groups for signature in signatures for each in signature.candidates.schedules}
-    return numbers, [signature.candidates.chosen.groups for signature in signatures], counts_of(session)
-
-
-@pytest.mark.parametrize(("seconds", "chosen"), [({1: 1.0, 2: 0.8, 4: 0.9}, 2), slow({1: 1.0, 2: 1.1, 4: 1.2}, 1)])
-def test_accelerators_choose_the_number_by_steps(seconds: dict[int, float], chosen: int) -> None:
-    assert LINKS.topology.size == 2
-    for numbers, choices, counts in ranks.run(tune, 2, seconds):
-        assert numbers == {1, 2, 4}
-        assert choices == [chosen] * 2 and counts == {chosen}
-
-
-def mask_later(rank: int) -> list[float]:
-    """Return errors of steps whose attention cannot gather from the third one on, with two head groups."""
-    from tests.xdit.attention.test_gathered_usp import TOKENS, whole
-
-    run = Run(rank, Case(topology="node=2"))
-    mask = {"attention_kwargs": {"attn_mask": whole(7, TOKENS, TOKENS) < 1}}
-    steps, options = [{"attention_kwargs": None}] * 2 + [mask] * (STEPS - 2), []
-    run.transformer.register_forward_pre_hook(lambda *_: run.attention.options.update(options.pop()))
-    outputs = []
-    for mode in ("exact", "balanced"):
-        session = run.session(mode, None if mode == "balanced" else "hierarchical", groups=2)
-        options[:] = [{"attention_kwargs": None}] * STEPS
-        run.steps(session)
-        options[:] = steps[::-1]
-        outputs.append(run.steps(session))
-    return [(lossy - exact).abs().max().item() for exact, lossy in zip(*outputs, strict=True)]
-
-
-def test_layers_that_stop_gathering_send_all_heads_at_once() -> None:
-    for errors in ranks.run(mask_later, 2):
-        assert all(error < 0.05 for error in errors)

@@ -80,9 +80,7 @@ def test_accelerators_choose_the_number_of_head_groups_by_steps(seconds: dict[in
     ("is_accelerator", "options"),
     [
         (False, {}),
-        slow(True, {"overlap": Overlap(head_groups=1)}),
         slow(True, {"overlap": Overlap(v_first=True)}),
-        slow(True, {"synchronous": True}),
         (True, {"mode": "paper", "slow_axes": ("node",)}),  # it does not gather K and V
     ],
 )

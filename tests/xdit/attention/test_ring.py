@@ -4,18 +4,14 @@ from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional
 
 from tests import ranks
-from tests.engine.topology.test_planner import profile_of
-from tests.quick import slow_but
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
-from tests.xdit.test_pipelines import MODELS, SIZE, Run, used_axes
-from xfuser_cocodiff.engine.autotune import link_probe
+from tests.xdit.test_pipelines import used_axes
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.launching import cpu_host
@@ -88,19 +84,6 @@ def test_attention_in_a_ring_equals_stock(placement: str) -> None:
     assert ranks.run(attend, WORLD, placement)[0] == GROUPS[placement]
 
 
-def attend_with_computed_lse(rank: int, placement: str) -> tuple[list[int], list[int]]:
-    """Check USP as on an XPU without flash attention."""
-    from xfuser.model_executor.layers import usp
-
-    computed = usp.concat_joint_tensors_decorator(attention_kernels.sdpa_with_lse)
-    usp._get_attention_function = lambda backend=None: computed
-    return attend(rank, placement)
-
-
-def test_attention_in_a_ring_with_computed_lse_equals_stock() -> None:
-    ranks.run(attend_with_computed_lse, WORLD, "outer")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
 def test_computed_lse_equals_flash_attention(
@@ -128,12 +111,6 @@ def test_computed_lse_equals_flash_attention(
     assert torch.allclose(found.double(), scores.logsumexp(-1), atol=1e-5)
 
 
-def test_xpus_use_the_flash_attention_of_a_pytorch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_flash, expected in ((False, attention_kernels.sdpa_with_lse), (True, None)):
-        monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
-        assert attention_kernels.xpu_kernel() is expected
-
-
 def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
     start(rank, options, world, ring)
     mesh = active().mesh
@@ -142,51 +119,10 @@ def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tupl
 
 def test_groups_and_topology_of_both_placements() -> None:
     exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
-    whole = ring_options("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
-    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
+    whole = ring_options("inner", **exact)
+    assert ranks.run(groups_of, WORLD, WORLD, RING, whole)[1] == ([1, 3], "node=2")
     del whole["cocodiff_ring"]
-    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
-
-
-def test_groups_without_the_plugin_are_xdits_own() -> None:
-    assert ranks.run(groups_of, WORLD, WORLD, RING, {})[0] == ([0, 1], "stock")
-
-
-def stock_after(rank: int, placement: str) -> list[str]:
-    """Return the messages of a session without the plugin after one with it."""
-    import logging
-
-    start(rank, ring_options(placement, cocodiff_mode="exact"))
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("xfuser_cocodiff").addHandler(handler)
-    start(rank, {})
-    return said
-
-
-@pytest.mark.parametrize(
-    ("placement", "words"),
-    slow_but(
-        [("inner", ["of an earlier engine, with --cocodiff_ring inner"])],
-        [("outer", []), ("inner", ["of an earlier engine, with --cocodiff_ring inner"])],
-    ),
-)
-def test_session_without_the_plugin_warns_about_an_earlier_placement(placement: str, words: list[str]) -> None:
-    said = ranks.run(stock_after, WORLD, placement)[0]
-    assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
-
-
-def fill_cache(rank: int, placement: str, folder: str) -> None:
-    start(rank, ring_options(placement, cocodiff_mode="exact", cocodiff_cache=folder))
-
-
-def test_tuning_cache_depends_on_the_placement(tmp_path: Path) -> None:
-    counts = []
-    for placement in (*PLACEMENTS, PLACEMENTS[0]):
-        ranks.run(fill_cache, WORLD, placement, str(tmp_path))
-        counts.append(len(list(tmp_path.iterdir())))
-    assert counts == [counts[0], 2 * counts[0], 2 * counts[0]]
+    assert ranks.run(groups_of, WORLD, WORLD, RING, whole)[1] == ([0, 1], "gpu=2")
 
 
 def groups_before_config(rank: int) -> tuple[str, list[str]]:
@@ -253,44 +189,6 @@ def test_groups_of_a_ring_agree_on_measured_links(tmp_path: Path) -> None:
     assert len({plan for plan, _ in again}) == 1 and not any(taken for _, taken in again)
 
 
-def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
-    """Return the bytes that a rank sends per axis in a ring without Ulysses, and the PSNR in dB and the fraction of
-    bytes sent in a lossy mode."""
-    options = ring_options("outer", cocodiff_mode="exact")
-    flags = [f"--{name}={value}" for name, value in options.items()][1:]
-    degrees = "--ulysses_degree", "1", "--ring_degree", "4"
-    with mock.patch.object(link_probe.Probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
-        run = LossyRun(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
-    exact = run()
-    sent = active().traffic.sent_bytes
-    run.use_plugin(None)
-    assert torch.equal(run(), exact)
-    run.use_mode("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
-    return dict(sent), decibels(run(), exact), share(run.runtime.reports)
-
-
-def share(reports: list[Any]) -> float:
-    return sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
-
-
-def virtual_ring(rank: int) -> tuple[float, float]:
-    """Return the PSNR in dB and the fraction of bytes sent of a virtual ring on one rank."""
-    run = LossyRun(rank, 1, "FLUX.1-dev")
-    stock = run()
-    run.use_mode("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
-    return decibels(run(), stock), share(run.runtime.reports)
-
-
-@pytest.mark.slow  # tests/engine/attention has the ring alone, and test_quality a virtual one
-@pytest.mark.usefixtures("hub")
-def test_ring_without_ulysses_has_the_quality_of_a_virtual_ring() -> None:
-    [(virtual, foreseen)] = ranks.run(virtual_ring, 1)
-    for sent, found, coded in ranks.run(ring_alone, WORLD):
-        assert sent["gpu"] == 2 * sent["node"] > 0  # a block crosses nodes once, and two are forwarded there
-        assert found == pytest.approx(virtual, abs=2) and 20 < found < 60
-        assert coded == pytest.approx(foreseen, rel=0.02)
-
-
 def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
     """Return stock's latents, which exact mode must equal, and the PSNR in dB of two lossy modes."""
     flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
@@ -326,39 +224,6 @@ def test_pipeline_in_a_ring_equals_stock(model: str) -> None:
         for found in (qualities, others):
             for slow in {slow for _, slow in found}:
                 assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
-
-
-BASELINES = {
-    "guidance": ("SD3.5", "--use_cfg_parallel"),
-    "pictures": ("FLUX.1-dev", "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket"),
-}
-"""Other kinds of parallelism beside a ring; the prompt of the second one is for both halves."""
-
-
-def with_other_parallelism(rank: int, other: str, placement: str) -> torch.Tensor:
-    """Return latents with twice as many ranks and another kind of parallelism; check them against stock."""
-    (model, *more), degrees = BASELINES[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
-    flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
-    arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
-    run = Run(rank, 2 * WORLD, [*arguments, "--cocodiff_a2a", "hierarchical"])
-    place = rank % WORLD
-    near, far = (
-        [rank - place + first, rank - place + first + step] for first, step in ((place // 2 * 2, 1), (place % 2, 2))
-    )
-    assert members() == ((far, near) if placement == "inner" else (near, far))
-    exact = run()
-    assert {axis for stage in used_axes() for axis in stage.split("+")} == {"node", "gpu"}
-    run.use_plugin(None)
-    assert torch.equal(run(), exact)
-    return exact
-
-
-@pytest.mark.slow  # test_pipeline_in_a_ring_equals_stock, and test_pipelines without a ring
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("other", BASELINES)
-def test_ring_with_other_parallelism_equals_stock(other: str) -> None:
-    outer, inner = (ranks.run(with_other_parallelism, 2 * WORLD, other, placement) for placement in PLACEMENTS)
-    assert all(decibels(there, here) > 90 for here, there in zip(outer, inner, strict=True))
 
 
 def test_attention_on_a_cpu_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,32 +97,6 @@ def test_options_neither_ask_drivers_without_the_flag_nor_change_how_errors_are_
         assert before == after and not before.startswith("xfuser_cocodiff")
 
 
-def raise_in_attention(rank: int, **options: Any) -> bool:
-    """Return whether the traceback of an error inside attention has functions of the plugin."""
-    from xfuser.model_executor.layers import usp
-
-    from tests.small_transformers import base as small
-    from tests.small_transformers.videos import Wan
-
-    small.prepare_ranks(rank, 2)
-    transformer = Wan()
-    small.use(transformer, 2, **options)
-    usp._get_attention_function = lambda backend=None: 1 / 0
-    try:
-        transformer.denoise()
-    except ZeroDivisionError as error:
-        trace, files = error.__traceback__, []
-        while trace:
-            files.append(Path(trace.tb_frame.f_code.co_filename))
-            trace = trace.tb_next
-        return any(PACKAGE in file.parents for file in files)
-    raise AssertionError
-
-
-def test_traceback_of_stock_has_no_code_of_the_plugin() -> None:
-    assert ranks.run(raise_in_attention, 2) == [False] * 2
-
-
 def remove_a_function(rank: int) -> None:
     from xfuser import xFuserArgs
     from xfuser.model_executor.layers import usp

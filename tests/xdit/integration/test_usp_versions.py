@@ -1,6 +1,5 @@
 """Private names of host packages that the plugin uses, and known versions of USP."""
 
-import ast
 import importlib.util
 import logging
 import shutil
@@ -15,75 +14,7 @@ from tests import ranks
 from tests.quick import slow
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
-from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.session import usp_versions
-
-PACKAGE = Path(activation.__file__).parents[2]
-HOSTS = ("xfuser", "yunchang", "torch", "diffusers", "transformers", "accelerate")
-PYTHONS = ("_replace", "_exit", "_getframe")
-"""Private names of Python itself."""
-UNCHECKED = (
-    *("_forward_hooks", "_forward_pre_hooks", "_diffusers_hook", "_hf_hook", "_orig_mod", "_version", "_modules"),
-    "_make",  # of named tuples
-    *("_call_impl", "_torchdynamo_disable", "_name"),
-    *("_C", "_attention"),
-    *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
-    *("_chunk_text_for_sp", "_init_sync_pipeline"),
-    "_get_backend",
-    *("_distributed_c10d", "_detect_dma_connectivity", "_autograd"),
-    "_dispatch_has_kernel_for_dispatch_key",
-)
-"""Private names that no patch checks: attributes that no class declares; those of benchmark commands, on which no run
-depends; of a group's backend, without which the default timeout of collectives holds; of the detection of NVLink,
-without which it is taken to be there; and of that of flash attention on XPUs."""
-
-
-def private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_"
-
-
-def private_names(tree: ast.Module) -> set[str]:
-    """Return the private names in a file that it does not define itself."""
-    own, found = set(PYTHONS), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-        elif isinstance(node, ast.Attribute) and private(node.attr):
-            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            (own if of_self or isinstance(node.ctx, ast.Store) else found).add(node.attr)
-        elif node in tree.body:
-            pass  # an import of the file, without which the plugin is not installed
-        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in HOSTS:
-            found |= {
-                name for name in (*node.module.split("."), *(alias.name for alias in node.names)) if private(name)
-            }
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr"):
-            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and private(str(arg.value))}
-    return found - own
-
-
-def test_private_names_of_hosts_are_checked_by_patches() -> None:
-    rows = activation.patch_table()
-    known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."))}
-    known |= {
-        *UNCHECKED,
-        *usp_versions.ATTRIBUTES.values(),
-        *usp_versions.HELPERS,
-        *usp_versions.DIGESTS["0.7.0"],
-        "_sdpa_all_to_all_single",
-    }
-    # No run depends on the tools in tools/, which say themselves what they lack.
-    files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.relative_to(PACKAGE).parts[0] != "tools"]
-    found = {
-        f"{file.relative_to(PACKAGE)}: {name}"
-        for file in files
-        for name in private_names(ast.parse(file.read_text())) - known
-    }
-    assert not found
-    assert "_has_kv_cache" in known
-
 
 USP = "def USP(x):\n    '''Attention.'''\n    return x  # as it is\n"
 
@@ -219,24 +150,6 @@ def test_the_next_xfuser_runs_lossless_over_the_plugins_all_to_all(tmp_path: Pat
     assert [(same, uses_plugin) for same, uses_plugin, _ in results] == [(True, True)] * 2
     [line] = [line for line in results[0][2] if "install" in line]
     assert "USP is unknown" in line and "install version 0.7.0" in line and "mode 'fast' has no effect" in line
-
-
-def test_few_names_of_xdit_turn_everything_off() -> None:
-    """Without them the plugin could not be enabled; each other one costs its feature."""
-    machine = platform.detect()
-    of_machine = {row.name for row in platform.patches(machine)} if machine else set()
-    required = {row.name for row in activation.patch_table() if row.feature is None} - of_machine
-    arguments = ("add_cli_args", "add_runner_args", "__init__", "__dataclass_fields__", "create_config")
-    read = ("get_runtime_state", "get_sp_group", "get_ring_parallel_world_size")
-    read += ("model_parallel_is_initialized", "runtime_state_is_initialized")
-    all_to_alls = ("_ft_c_input", "_ft_c_output", "_combined_qkv", "_combined_gqa_qkv")  # rows of known ones only
-    assert {name for name in required if name.startswith(("xfuser", "yunchang", "diffusers"))} == {
-        *(f"xfuser.config.args.xFuserArgs.{name}" for name in arguments),
-        "xfuser.core.distributed.runtime_state.initialize_runtime_state",
-        *(f"xfuser.core.distributed.{name}" for name in read),
-        *(f"{usp_versions.MODULE}.{name}" for name in ("USP", *(f"{each}_all_to_all" for each in all_to_alls))),
-        "yunchang.globals.PROCESS_GROUP",
-    }
 
 
 PADDING = "padding of heads that are not divisible"

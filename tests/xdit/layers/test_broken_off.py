@@ -99,29 +99,6 @@ def test_an_interrupt_in_attention_leaves_no_state(mode: str, declared: bool, ga
 
 
 @torch.no_grad()
-def calls_after_retry(rank: int) -> list[tuple[int, bool]]:
-    """Return the counted calls of each signature, where one rank calls the model in an except block."""
-    runs = Runs(rank, "exact")
-    runs.run(declared=True)
-    runs.session.begin_run(STEPS)
-    try:
-        if rank == 0:
-            raise MemoryError
-        runs.transformer(**runs.given)
-    except MemoryError:
-        runs.transformer(**runs.given)
-    return [
-        (signature.candidates.calls, signature.candidates.is_representative)
-        for signature in runs.session.layers.signatures
-    ]
-
-
-def test_a_call_in_an_except_block_counts_as_any_other() -> None:
-    first, second = ranks.run(calls_after_retry, 2)
-    assert first == second == [(1, True), (2, True)]
-
-
-@torch.no_grad()
 def change_v_on_one_rank(rank: int) -> None:
     """Change the source of V on one rank, while the others wait for the V that it has sent."""
     failure_detection.RESPONSE_SECONDS = 2.0

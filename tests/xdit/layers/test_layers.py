@@ -22,7 +22,7 @@ from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_signature import MAX_SIGNATURES, LayerSignatures
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
-from xfuser_cocodiff.xdit.layers.v_source import Copied, Projection, Source, find_recipe
+from xfuser_cocodiff.xdit.layers.v_source import Copied
 from xfuser_cocodiff.xdit.patching import host, symbol_lookup
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
@@ -302,46 +302,6 @@ def test_v_goes_first_with_weights_that_require_grad(harness: Harness) -> None:
     assert steps(harness, transformer).count("send") == 2
 
 
-def test_attention_in_a_compiled_function_is_not_wrapped(harness: Harness) -> None:
-    """It has no module."""
-
-    class Compiled(nn.Module):  # as torch.compile wraps a function
-        def __init__(self) -> None:
-            super().__init__()
-            self._orig_mod = nn.Identity()
-
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            return harness.usp(heads(hidden_states), heads(hidden_states))
-
-    compiled = Compiled()
-    before = set(vars(compiled))
-    compiled(torch.randn(2, TOKENS, WIDTH))
-    assert set(vars(compiled)) == before and not harness.layers.signatures
-
-
-def test_v_in_columns_of_each_head_has_a_recipe() -> None:
-    """StepVideo projects Q, K and V head by head."""
-    given = torch.randn(2, TOKENS, WIDTH)
-    all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
-    value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
-    projections = {"wqkv": Projection("hidden_states", given, all_heads, 0)}
-    recipe = find_recipe(value, v_source.PROJECTIONS[2], None, projections, TOKENS)
-    assert torch.equal(recipe.build(projections, TOKENS), value)
-
-
-def test_v_without_batch_dim_has_a_recipe() -> None:
-    """Cosmos3 has no batch dim, and projects V of its text separately."""
-    image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
-    value = torch.cat([heads(text[None]), heads(image[None])], 2)
-    projections = {"to_v": Projection("image", image, image, 0), "add_v_proj": Projection("text", text, text, 0)}
-    source = Source("to_v", "add_v_proj")
-    with known_as(text="in front"):
-        recipe = find_recipe(value, source, Processor(), projections, 5)
-    assert recipe.paths == ("add_v_proj", "to_v")
-    assert torch.equal(recipe.build(projections, 5), value)
-    assert find_recipe(value, source, Processor(), projections, 5) is None
-
-
 def test_v_that_is_no_view_of_its_projection_does_not_go_first(harness: Harness) -> None:
     class Changing(Attention):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -454,16 +414,6 @@ def test_v_that_a_processor_changes_later_raises(
     assert harness.sent[-1].drained_unused
 
 
-def test_a_copied_v_is_built_once_in_each_call(harness: Harness) -> None:
-    transformer, built = Transformer([Block(Attention(harness, text=True)) for _ in range(2)]), []
-    build = v_source.Recipe.build
-    with known_as(text="in front"):
-        steps(harness, transformer, text=True)
-        with mock.patch.object(v_source.Recipe, "build", lambda *given: built.append(1) or build(*given)):
-            step(transformer, text=True)
-    assert built == [1, 1]
-
-
 def test_a_module_may_be_called_twice_in_a_block(harness: Harness) -> None:
     class Twice(Block):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -472,20 +422,6 @@ def test_a_module_may_be_called_twice_in_a_block(harness: Harness) -> None:
 
     transformer = Transformer([Twice(Attention(harness)), Twice(Attention(harness))])
     assert steps(harness, transformer).count("send") == 4
-
-
-def test_one_projection_of_joined_streams_without_a_q_projection_runs_unchanged(harness: Harness) -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.to_qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-        def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
-            both = torch.cat([hidden_states, encoder_hidden_states], 1)
-            query, _, value = self.to_qkv(both).chunk(3, -1)
-            return harness.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)[:, :TOKENS]
-
-    assert "send" not in steps(harness, Transformer([Block(Packed()) for _ in range(2)]), text=True)
 
 
 def test_a_copy_of_a_wrapped_module_runs_unwrapped() -> None:

@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.layers.schedule_candidates import PLUGIN, ScheduleCandidates
 from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
-from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State, rounds
+from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 CPU = torch.device("cpu")
@@ -114,19 +114,6 @@ def test_rounds_continue_in_the_next_run(clock: FakeClock) -> None:
     assert layer.chosen == FLAT
 
 
-def test_a_run_with_fewer_calls_per_step_has_its_own_rounds(clock: FakeClock) -> None:
-    layer = ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, layer, stock=0.5)
-    for _ in range(6):
-        steps.run(layer, calls=4)
-    steps.tuner.begin_run()
-    steps.seconds = {FLAT: 1.0, V_FIRST: 0.9}
-    for _ in range(1 + len(ROUNDS)):
-        assert layer.chosen is None
-        steps.run(layer, calls=2)
-    assert layer.chosen == V_FIRST
-
-
 def test_steps_with_caches_or_keyframes_are_not_timed(clock: FakeClock) -> None:
     candidates = one, _ = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
     steps = Steps(clock, *candidates, stock=0.5)
@@ -151,56 +138,6 @@ def test_layers_found_later_are_tuned_on_their_own(clock: FakeClock) -> None:
     for _ in range(1 + len(ROUNDS)):
         steps.run(first, second)
     assert second.chosen == FLAT
-
-
-def test_layers_of_a_keyframe_that_never_run_again_do_not_delay_the_choice(clock: FakeClock) -> None:
-    """Guidance in a batch may show after the first step only, and changes the schedule of all layers."""
-    candidates = first, later = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, *candidates, stock=0.5)
-    steps.run(first, is_representative=False)
-    steps.run(later)
-    for _ in ROUNDS:
-        assert later.chosen is None
-        steps.run(later)
-    assert later.chosen == FLAT and steps.tuner.state is State.CHOSEN
-
-
-def test_steps_with_caches_do_not_delay_the_choice(clock: FakeClock) -> None:
-    candidates = cached, always = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, *candidates, stock=0.5)
-    steps.run(always)
-    for _ in range(1 + len(ROUNDS)):
-        steps.run(cached, always)
-        steps.run(always)
-        steps.run(always)
-    assert [each.chosen for each in candidates] == [FLAT] * 2 and len(steps.reduced) == 1
-
-
-def test_a_signature_that_ran_with_a_chosen_one_is_tuned_alone(clock: FakeClock) -> None:
-    candidates = first, both, second = [ScheduleCandidates([FLAT, V_FIRST]) for _ in range(3)]
-    steps = Steps(clock, *candidates, stock=0.5)
-    steps.run(both, second)
-    steps.tuner.begin_run()
-    for _ in range(1 + len(ROUNDS)):
-        steps.run(first, both)
-    assert both.chosen == FLAT and second.chosen is None
-    for _ in range(1 + len(ROUNDS)):
-        steps.run(both, second)
-    assert second.chosen == FLAT
-
-
-def test_signatures_of_earlier_steps_may_stay_undecided(clock: FakeClock) -> None:
-    candidates = usual, once = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
-    steps = Steps(clock, *candidates, stock=0.5)
-    steps.run(once)
-    steps.tuner.begin_run()
-    for _ in range(1 + len(ROUNDS)):
-        assert steps.tuner.state is not State.CHOSEN
-        usual.count_call()
-        usual.end_step()
-        steps.run(usual)
-    usual.count_call()
-    assert steps.tuner.state is State.CHOSEN and once.chosen is None
 
 
 def test_ranks_with_different_choices_start_over_after_a_step_by_the_plugins_schedule(clock: FakeClock) -> None:
@@ -262,16 +199,6 @@ def test_the_candidate_that_saves_the_most_is_chosen(
     assert layer.chosen == expected and len(steps.reduced) == 1
 
 
-def test_the_first_pass_does_not_count_with_many_candidates(clock: FakeClock) -> None:
-    layer = ScheduleCandidates([FLAT, V_FIRST, IN_TWO])
-    steps = Steps(clock, layer, stock=1.1)
-    steps.seconds[IN_TWO] = 0.9
-    for number in range(1 + 12):
-        # Slow in the first pass, and in the following one: the median of the three that count decides.
-        steps.run(layer, delay=9.0 * (layer.schedule == IN_TWO and number < 6))
-    assert layer.chosen == IN_TWO
-
-
 def test_layers_with_fewer_candidates_keep_the_plugins_schedule(clock: FakeClock) -> None:
     candidates = many, few = ScheduleCandidates([FLAT, V_FIRST, IN_TWO]), ScheduleCandidates([FLAT, V_FIRST])
     steps = Steps(clock, *candidates, stock=1.1)
@@ -287,19 +214,6 @@ def test_equal_candidates_are_timed_once(clock: FakeClock) -> None:
     steps.seconds[IN_TWO] = 0.8
     ran = [schedule for _ in range(1 + 8) for schedule in steps.run(layer)]
     assert ran.count(V_FIRST) == 5 and ran.count(IN_TWO) == 4 and layer.chosen == IN_TWO
-
-
-def test_an_incomplete_pass_of_many_candidates_is_repeated(clock: FakeClock) -> None:
-    layer = ScheduleCandidates([FLAT, V_FIRST, IN_TWO])
-    steps = Steps(clock, layer)
-    for _ in range(1 + 5):  # a pass, and two of three rounds
-        steps.run(layer)
-    steps.tuner.begin_run()
-    steps.run(layer)
-    assert [steps.run(layer)[0] for _ in range(9)] == [
-        [FLAT, V_FIRST, IN_TWO][index] for index in rounds([PLUGIN, STOCK, 2])[3:]
-    ]
-    assert layer.chosen == V_FIRST
 
 
 def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,97 +23,41 @@ from xfuser_cocodiff.xdit.settings.variables import check_variables
 LONG = "9" * 5000
 BAD = {
     "topology": (
-        *(
-            "",
-            "2x3",
-            "0x4",
-            "4x0",
-            "-2x2",
-            "2X2",
-            "2x2x2x2",
-            "x",
-            "2x",
-            "1.5x2",
-            "node",
-            "node=",
-            "node=2",
-            "node=2;gpu=2",
-        ),
-        *("node=2,node=2", "rack=4", "node=4,", "gpu=-4", "flat=4", "flat,gpu=4", "auto", "²x²", LONG, "2x2\nx"),
+        *("", "2x3", "0x4", "-2x2", "2x", "node=", "node=2", "node=2,node=2", "rack=4", "flat=4", "auto", "²x²"),
+        *(LONG, "2x2\nx"),
     ),
-    "ring": ("auto", "Outer", "outer,inner", "0", "node"),
+    "ring": ("auto", "Outer"),
     "a2a": (
-        *(
-            "",
-            "ring",
-            "flat:node",
-            "hierarchical:node",
-            "hierarchical:node,gpu,tile",
-            "hierarchical:gpu,gpu",
-        ),
-        *(
-            "hierarchical:node=kv,gpu",
-            "hierarchical:node,gpu=kv",
-            "hierarchical:node/4,gpu",
-            "flat*",
-            "hierarchical:gpu,node*",
-            "Flat",
-            "node,gpu",
-        ),
+        *("", "ring", "flat:node", "hierarchical:node", "hierarchical:gpu,gpu", "hierarchical:node=kv,gpu"),
+        *("hierarchical:node/4,gpu", "flat*", "Flat"),
     ),
     "profile": ("", "/nowhere/profile.json", "/", "x" * 5000),
-    "timeout": ("", "0", "-1", "nan", "inf", "1e18", "ten", "10s", "0x10", LONG),
-    "v_first": ("true", "1", "yes", "On", "never"),
-    "head_groups": ("", "0", "-1", "1.5", "many", "1e3", LONG),
-    "mode": ("lossy", "Exact", "none", "balanced,fast", "0"),
+    "timeout": ("", "0", "-1", "nan", "inf", "1e18", "10s", LONG),
+    "v_first": ("true", "On"),
+    "head_groups": ("", "0", "-1", "1.5", LONG),
+    "mode": ("lossy", "Exact", "balanced,fast"),
     "schedule": (
-        *(
-            "",
-            "bits",
-            "bits=",
-            "bits=3",
-            "bits=nan",
-            "bits=4->2",
-            "bits=2,error=0.1",
-            "bites=4",
-            "bits=2,bits=4",
-            "bits=4;first=8",
-        ),
-        *("warmup=-1", "warmup=1.5", "refresh=10", "cached=0.5", "score=drift", "bits_o=2", "predictor=2", "error=0"),
-        *("predictor=", "joint=0.5", "joint=-1", "exact=blocks.0", "@", "@/nowhere.json", "error=2", "error=nan"),
-        *(f"warmup={LONG}", "=", ",", "bits=4,", "first=exactly"),
+        *("", "bits", "bits=", "bits=3", "bits=nan", "bits=4->2", "bits=2,error=0.1", "bites=4", "bits=2,bits=4"),
+        *("warmup=-1", "warmup=1.5", "predictor=2", "joint=0.5", "exact=blocks.0", "@/nowhere.json", "error=2"),
+        *(f"warmup={LONG}", "=", "bits=4,"),
     ),
-    "slow_axes": ("tile", "gpu", "node,", "all", "node;gpu", "none", "Node", ",", "auto,node"),
-    "error": ("", "0", "-1", "1.5", "nan", "inf", "2 %"),
-    "virtual": ("2x2", "ring:2x2", "flat", "nonsense"),
-    "memory_budget": ("", "0", "-2", "nan", "inf", "lots", "2GiB", "1e308", "1e400"),
-    "kernels": ("cuda", "Torch", "triton,torch"),
+    "slow_axes": ("tile", "gpu", "node,", "auto,node"),
+    "error": ("", "0", "1.5", "nan", "2 %"),
+    "virtual": ("2x2", "ring:2x2", "nonsense"),
+    "memory_budget": ("", "0", "-2", "nan", "lots", "2GiB", "1e400"),
+    "kernels": ("cuda", "Torch"),
     "cache": (__file__, "x" * 5000),
 }
 """Values of each option that are not valid on four ranks in two nodes of two, with a mode that has a schedule."""
 GOOD = {
-    "topology": ("flat", "4", "2x2", "1x4", " 2x2 ", "node=2,gpu=2", "gpu=2 , tile=2", "tile=2,node=2"),
-    "ring": ("outer", "inner"),
-    "a2a": (
-        "auto",
-        "flat",
-        "hierarchical",
-        "hierarchical:gpu,node",
-        "hierarchical:node+gpu",
-        "hierarchical:gpu,node=kv",
-    ),
-    "timeout": ("1e-3", "30", "1e8"),
-    "v_first": ("auto", "on", "off"),
-    "head_groups": ("auto", "1", "64"),
-    "mode": ("exact", "paper", "balanced", "fast"),
-    "schedule": (
-        *("bits=4", "bits = exact, first=8", "bits=3.2", "error=0.05", "warmup=0", "first=exact"),
-        *("predictor=0", "predictor=1", "joint=1"),
-    ),
-    "slow_axes": ("auto", "node", "gpu,node", "node,gpu", " node , gpu ", "node,node"),
+    "topology": ("flat", "4", " 2x2 ", "gpu=2 , tile=2", "tile=2,node=2"),
+    "a2a": ("auto", "flat", "hierarchical:node+gpu", "hierarchical:gpu,node=kv"),
+    "timeout": ("1e-3", "1e8"),
+    "head_groups": ("auto", "64"),
+    "schedule": ("bits = exact, first=8", "error=0.05", "warmup=0", "predictor=0", "joint=1"),
+    "slow_axes": ("auto", " node , gpu ", "node,node"),
     "error": ("0.05", "1"),
     "memory_budget": ("1e-9", "2.5"),
-    "kernels": ("auto", "torch"),
     "cache": ("off", "/nowhere/cache"),
 }
 """Values that are valid there."""
@@ -137,10 +81,6 @@ def flat_list(cases: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     return [(name, value) for name, values in cases.items() for value in values]
 
 
-def test_there_are_a_hundred() -> None:
-    assert len(flat_list(BAD)) >= 100
-
-
 def test_bad_values_name_the_flag_or_variable() -> None:
     for name, value in flat_list(BAD):
         with pytest.raises(ValueError) as caught:
@@ -156,10 +96,6 @@ def test_bad_values_name_the_flag_or_variable() -> None:
 def test_good_values_are_accepted() -> None:
     for name, value in flat_list(GOOD):
         assert config_of({**SHARED, f"cocodiff_{name}": value}) is not None, (name, value)
-
-
-def test_an_axis_named_twice_is_one() -> None:
-    assert config_of({**SHARED, "cocodiff_slow_axes": "node,node"}).slow_axes == ("node",)
 
 
 REMOVED_VALUES = [(option.field, *removed) for option in OPTIONS for removed in option.removed.items()]
@@ -190,45 +126,13 @@ def test_bad_variables_of_records_and_logs(variable: str) -> None:
     assert_names(caught.value, variable)
 
 
-TOKENS = (
-    *(
-        "node",
-        "gpu",
-        "tile",
-        "flat",
-        "hierarchical",
-        "auto",
-        "on",
-        "off",
-        "exact",
-        "fast",
-        "ring",
-        "kv",
-        "bits",
-        "bits_q",
-    ),
-    *(
-        "warmup",
-        "refresh",
-        "cached",
-        "first",
-        "predictor",
-        "joint",
-        "blocks.0",
-        "inner",
-        "torch",
-        "@",
-    ),
-    *("=", ",", ":", "x", "+", "*", "->", "=kv", "/", ";", "#", " ", "\n", "\0", "."),
-    *("0", "1", "2", "4", "8", "1.6", "-1", "1e9", "1e308", "nan", "inf", "٣", "²"),
-)
+WORDS = st.lists(st.sampled_from([*"=,:x+*/;@ \n", "node", "gpu", "kv", "bits", "0", "1.6", "-1", "1e308", "nan", "²"]))
 """Words, marks and numbers of the options' notations."""
-WORDS = st.lists(st.sampled_from(TOKENS), max_size=8).map("".join)
 FLAGS = [option.field for option in OPTIONS if option.default is not False]
 
 
-@settings(derandomize=True, max_examples=300)
-@given(st.dictionaries(st.sampled_from(FLAGS), WORDS | st.text(max_size=12), min_size=1, max_size=2))
+@settings(derandomize=True, max_examples=100)
+@given(st.dictionaries(st.sampled_from(FLAGS), WORDS.map("".join) | st.text(max_size=12), min_size=1, max_size=2))
 def test_any_text_is_a_config_or_names_an_option(values: dict[str, str]) -> None:
     try:
         assert config_of({**SHARED, **values}) is not None
@@ -280,14 +184,3 @@ def test_changed_profiles_are_a_config_or_name_the_option(tmp_path: Path) -> Non
             if config.profile:  # it can be used
                 assert json.loads(json.dumps(config.profile.to_json())) is not None
                 assert isinstance(config.profile.restrict_to(Topology.parse("2x1")).slow_axes, tuple)
-
-
-def test_profiles_with_links_of_other_types_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
-    for changed in (
-        {"links": [{**links("2x2")[0], "latency_seconds": "short"}, links("2x2")[1]]},
-        {"links": [{**links("2x2")[0], "bytes_per_second": None}, links("2x2")[1]]},
-    ):
-        file.write_text(json.dumps({"profile": {**PROFILE, **changed}}))
-        with pytest.raises(ValueError, match=r"--cocodiff_profile: .* has no link profile"):
-            config_of({**SHARED, "cocodiff_profile": str(file)})

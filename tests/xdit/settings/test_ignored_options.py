@@ -1,20 +1,11 @@
 """Options and variables without effect are named in one warning each, and others are not."""
 
-import os
-import re
-from pathlib import Path
-
 import pytest
 
-from tests import ranks
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.settings import ignored_options
-from xfuser_cocodiff.xdit.settings.options import OPTIONS, REMOVED_OPTIONS
 from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
-from xfuser_cocodiff.xdit.settings.variables import OTHER_VARIABLES
-
-ROOT = Path(__file__).parents[3]
 
 
 def warnings(values: dict, environment: dict, ring_degree: int = 1) -> list[str]:
@@ -65,36 +56,3 @@ ENABLED = {"use_cocodiff": True}
 )
 def test_warnings_name_options_without_effect(values: dict, environment: dict, expected: list[str]) -> None:
     assert warnings(values, environment) == expected
-
-
-def test_ring_option_has_effect_with_a_ring() -> None:
-    assert warnings(ENABLED | {"cocodiff_ring": "outer"}, {}, ring_degree=2) == []
-
-
-def test_variables_in_the_sources_are_known() -> None:
-    known = {*(option.variable for option in (*OPTIONS, *REMOVED_OPTIONS)), *OTHER_VARIABLES}
-    places = [ROOT / "setup.py", *(ROOT / "xfuser_cocodiff").rglob("*.py"), *(ROOT / "scripts").rglob("*")]
-    text = "".join(file.read_text() for file in places if file.is_file() and file.suffix not in (".pyc", ".png"))
-    assert {name for name in re.findall(r"COCODIFF_[A-Z_0-9]+", text) if not name.endswith("_")} - known == set()
-
-
-def warnings_without_plugin(rank: int) -> list[str]:
-    """Return the warnings of a config without --use_cocodiff."""
-    from xfuser import xFuserArgs
-
-    from xfuser_cocodiff.xdit.integration import flags
-
-    messages: list[str] = []
-    flags.warn_once = messages.append
-    os.environ["COCODIFF_MODES"] = "fast"
-    xFuserArgs(model="tiny", cocodiff_a2a="flat").create_config()
-    return messages
-
-
-def test_options_warn_without_use_cocodiff() -> None:
-    assert ranks.run(warnings_without_plugin, 1) == [
-        [
-            "COCODIFF_MODES is not a variable of the plugin; the nearest is COCODIFF_MODE",
-            "--cocodiff_a2a: no effect without --use_cocodiff",
-        ]
-    ]

@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
-from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
-from xfuser_cocodiff.tools.simulation.collectives import all_to_all, coded_all_to_all, ring_gather
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
@@ -61,30 +58,6 @@ def profile(sizes: str, *speeds: float) -> Profile:
 
 FAST = 1e12
 OUTER, INNER = UlyssesRingSplit(4, 2, "outer"), UlyssesRingSplit(4, 2, "inner")
-
-
-def test_predicted_times_of_both_placements() -> None:
-    """4 nodes of 2 GPUs at 1 MB/s between nodes; Q, K, V and O of 1 MB on each rank. Only nodes take time."""
-    known = profile("4x2", 1e6, FAST)
-    part = {split: known.restrict_to(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
-    ring = {split: known.restrict_to(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
-    # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
-    assert all_to_all(part[OUTER], 4e6).seconds == pytest.approx(2, rel=1e-3)
-    assert planner.gather_seconds(ring[OUTER], Plan.flat(ring[OUTER].topology), 2e6) == pytest.approx(2, rel=1e-3)
-    assert all_to_all(part[INNER], 4e6).seconds == pytest.approx(3, rel=1e-3)
-    assert planner.gather_seconds(ring[INNER], Plan.flat(ring[INNER].topology), 2e6) == pytest.approx(0, abs=1e-3)
-    # Coded, a quarter of what crosses nodes.
-    assert coded_all_to_all(part[INNER], 4e6, 1e6, ["node"]).seconds == pytest.approx(0.75, rel=1e-3)
-
-
-def test_predicted_times_of_a_ring() -> None:
-    """2 nodes of 4 GPUs at 1 MB/s between nodes; K and V of 2 MB on each rank. Only nodes take time."""
-    known = profile("2x4", 1e6, FAST)
-    flat, best = Plan.flat(known.topology), planner.choose_gather_plan(known, 2e6)
-    assert planner.gather_seconds(known, flat, 2e6) == pytest.approx(8, rel=1e-3)  # a block to each of 4 ranks there
-    assert best.stages[0] == (0,) and planner.gather_seconds(known, best, 2e6) == pytest.approx(2, rel=1e-3)
-    assert ring_gather(known, 2e6).seconds == pytest.approx(2, rel=1e-3)
-    assert ring_gather(known, 2e6, 0.25e6, ["node"]).seconds == pytest.approx(0.25, rel=1e-3)  # an eighth of it
 
 
 WHOLE = Topology.parse("2x4")

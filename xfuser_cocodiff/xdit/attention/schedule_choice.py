@@ -66,9 +66,8 @@ def find_worthwhile(
         return Worthwhile(False, False, True, ())
     # Links differ between the Ulysses groups of a ring.
     is_flat = all(policy.choose(size) == flat for size in nbytes)
-    answers = all_reduce(
-        [float(each) for each in (v_first, mlp, is_flat, *tried.values())], "min", session.config.timeout
-    )
+    answers = [float(each) for each in (v_first, mlp, is_flat, *tried.values())]
+    answers = all_reduce(answers, "min", session.config.timeout)
     divisions = tuple(division for division, pays in zip(tried, answers[3:], strict=True) if pays)
     return Worthwhile(bool(answers[0]), bool(answers[1]), not answers[2] or session.ring is not None, divisions)
 
