@@ -23,7 +23,6 @@ def test_stock_is_chosen_at_once_unless_the_plugin_has_a_ring(ring: object, monk
     session = SimpleNamespace(
         overlap=Overlap(),
         mesh=SimpleNamespace(policy=policy, topology=TOPOLOGY),
-        is_synchronous=False,
         runtime=None,
         ring=ring,
         config=CocoDiffConfig(topology=TOPOLOGY),

@@ -54,7 +54,7 @@ def config_of(rank: int, arguments: list[str], environments: list[dict[str, str]
     os.environ.update(environments[rank % len(environments)])
     engine_config, _ = parse(arguments, runner).create_config()
     config = engine_config.parallel_config.sp_config.cocodiff
-    return "none" if config is None else f"{config.topology}|{config.plan}|{config.mode}|{config.detected}"
+    return "none" if config is None else f"{config.topology}|{config.plan}|{config.mode}"
 
 
 def errors_in_turn(rank: int, arguments: list[str], cases: list[list[dict[str, str]]]) -> list[ValueError]:
@@ -82,16 +82,16 @@ def configs_in_turn(rank: int, cases: list[tuple], runner: bool) -> list[str]:
 def test_config_is_the_same_on_every_rank(runner: bool) -> None:
     cases = [
         ([], {}, "none"),
-        (["--use_cocodiff"], {}, "flat|None|exact|True"),
-        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|balanced|False"),
+        (["--use_cocodiff"], {}, "flat|None|exact"),
+        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|balanced"),
         (
             ["--use_cocodiff", "--cocodiff_topology", "2x2"],
             {"LOCAL_WORLD_SIZE": "4"},
-            "node=2,gpu=2|None|exact|False",
+            "node=2,gpu=2|None|exact",
         ),
-        (["--use_cocodiff", "--cocodiff_mode", "exact"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact|True"),
-        (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|balanced|True"),
-        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|balanced|False"),
+        (["--use_cocodiff", "--cocodiff_mode", "exact"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact"),
+        (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|balanced"),
+        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|balanced"),
     ]
     expected = [expected for *_, expected in cases]
     assert ranks.run(configs_in_turn, 4, cases, runner) == [expected] * 4
@@ -309,14 +309,9 @@ def test_ranks_with_other_message_formats_are_an_error_on_all() -> None:
     assert_all_raise(results, said, "; rank 1: ")
 
 
-def test_ranks_that_detect_different_topologies_are_flat() -> None:
-    environments = [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]
-    assert ranks.run(config_of, 4, ULYSSES_4, environments, False) == ["flat|None|exact|True"] * 4
-    asked = [*ULYSSES_4, "--cocodiff_a2a", "hierarchical"]
-    assert ranks.run(config_of, 4, asked, environments, False) == ["flat|flat|exact|True"] * 4
-    asked[-1] = "hierarchical:gpu,node"  # the axes of one rank's topology, and not of the flat one
-    results = ranks.outcomes(config_of, 4, asked, environments, False)
-    assert_all_raise(results, "--cocodiff_a2a: 'hierarchical:gpu,node'")
+def test_ranks_that_detect_different_topologies_are_told_to_set_one() -> None:
+    results = ranks.outcomes(config_of, 4, ULYSSES_4, [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}], False)
+    assert_all_raise(results, "--cocodiff_topology: ranks 0, 2: 'node=2,gpu=2'", "; set --cocodiff_topology where")
 
 
 def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:

@@ -56,7 +56,7 @@ def find_worthwhile(
     fixed, policy, (query, key, value) = session.overlap.v_first, session.mesh.policy, by_heads
     nbytes, flat = [sum(each.nbytes for each in by_heads), query.nbytes], Plan.flat(session.mesh.topology)
     v_first = fixed is None and signature.ready and policy.sends_early(value.nbytes, nbytes[0])
-    mlp = signature.has_parallel_mlp and fixed is not False and not session.is_synchronous
+    mlp = signature.has_parallel_mlp and fixed is not False and not session.config.synchronous
     tried: dict[Division, bool] = {}
     if can_split_heads:
         tried |= _head_groups(signature, session, query, key, gathered is not None and session.runtime is not None)

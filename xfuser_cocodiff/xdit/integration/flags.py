@@ -12,7 +12,6 @@ from typing import Any
 
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
@@ -131,55 +130,23 @@ def agree_on_config(
     """
     device_type = platform.compute_device().type
 
-    def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig:
-        ranks = SequenceRanks(degree, topology(degree * ring_degree), ring_degree)
-        return resolve(values, os.environ, ranks, device_type)
+    def make_config() -> CocoDiffConfig:
+        topology = detected_topology.detect_topology(degree * ring_degree, os.environ)
+        return resolve(values, os.environ, SequenceRanks(degree, topology, ring_degree), device_type)
 
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.
-    detect: Callable[[int], Topology] = functools.partial(detected_topology.detect_topology, environment=os.environ)
-
     def propose() -> dict[str, Any]:
         check_variables(os.environ)
-        if not is_enabled(values, os.environ):
-            return {}
-        config = make_config(detect)
-        features_off = activate()
-        options = _compared_options(config, features_off)
-        try:
-            flat = _compared_options(make_config(Topology.flat), features_off)
-        except ValueError as error:  # such as of a plan that needs more axes, which counts only if topologies differ
-            flat = {_INVALID: str(error)}
-        return {"options": options, "flat": flat, "detected": config.detected}
+        return _compared_options(make_config(), activate()) if is_enabled(values, os.environ) else {}
 
     proposals = gather_proposals(propose)
-    config = None
-    if proposals:
-        config = make_config(Topology.flat if _is_flat(proposals) else detect)
+    _check_equal(proposals)
+    config = make_config() if proposals else None
     for warning in ignored_options.warnings(values, os.environ, config):
         warn_once(warning)
     return config
 
 
-def _is_flat(proposals: list[dict]) -> bool:
-    """Return whether all-to-alls are flat because ranks detect different topologies.
-
-    Raises:
-        ValueError: options differ between ranks, or are not valid with a flat topology; on every rank.
-    """
-    all_options = [proposal["options"] for proposal in proposals]
-    is_flat = all(proposal["detected"] for proposal in proposals) and bool(_TOPOLOGIES & _differing(all_options).keys())
-    if is_flat:
-        warn_once("ranks detect different topologies, so the all-to-all is flat; set --cocodiff_topology")
-        all_options = [proposal["flat"] for proposal in proposals]
-    if differing := _differing(all_options):
-        texts = [f"{name}: {by_rank(values)}" for name, values in differing.items()]
-        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {', '.join(texts)}")
-    if invalid := all_options[0].get(_INVALID):
-        raise_on_all_ranks(invalid)
-    return is_flat
-
-
-_INVALID = "options with a flat topology"
 _TOPOLOGIES = {"--cocodiff_topology", "the ring's --cocodiff_topology"}
 _NAMES = {
     "plan": "--cocodiff_a2a",
@@ -189,7 +156,7 @@ _NAMES = {
     "synchronous": "CCL_OP_SYNC",
 }
 """Names of fields of the config that are not those of an option."""
-_OF_ONE_RANK = ("overlap", "detected", "cache")
+_OF_ONE_RANK = ("overlap", "cache")
 """Fields of the config that ranks do not compare."""
 
 
@@ -212,11 +179,19 @@ def _text(value: Any) -> str | None:
     return None if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _differing(all_options: list[dict]) -> dict[str, list[str]]:
-    """Return the options that differ between ranks, with the value of each rank."""
-    by_name = {name: [options.get(name) for options in all_options] for name in all_options[0]}
-    return {
-        name: ["not given" if value is None else repr(value) for value in values]
-        for name, values in by_name.items()
-        if len(set(values)) > 1
-    }
+def _check_equal(proposals: list[dict]) -> None:
+    """Check that all ranks have the same options.
+
+    Raises:
+        ValueError: they differ; names each option with the value of each rank, on every rank.
+    """
+    by_name = {name: [options.get(name) for options in proposals] for name in (proposals[0] if proposals else ())}
+    differing = {name: values for name, values in by_name.items() if len(set(values)) > 1}
+    if differing:
+        named = {
+            name: by_rank(["not given" if value is None else repr(value) for value in values])
+            for name, values in differing.items()
+        }
+        hint = "; set --cocodiff_topology where ranks detect different ones" if _TOPOLOGIES & {*differing} else ""
+        texts = ", ".join(f"{name}: {values}" for name, values in named.items())
+        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {texts}{hint}")

@@ -99,11 +99,6 @@ class Session:
         return not (config is None or config.plan or config.timeout or self.overlap != Overlap())
 
     @property
-    def is_synchronous(self) -> bool:
-        """Whether collectives block, so that nothing hides them."""
-        return self.config is not None and self.config.synchronous
-
-    @property
     def gather(self) -> AxisPartition | None:
         """Partition whose slow side is the axes along which layers may gather K and V; None where all axes reshard by
         heads, and beside a ring."""

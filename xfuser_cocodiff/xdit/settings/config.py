@@ -64,9 +64,6 @@ class CocoDiffConfig(GroupPlacement):
     cache: Path | None = None
     """Folder of the tuning cache; None disables it."""
 
-    detected: bool = False
-    """Whether the topology was detected from the launcher rather than set by the user."""
-
     @property
     def comm(self) -> CommConfig:
         """Config of the communication of a Ulysses group."""

@@ -76,7 +76,6 @@ def resolve(
         kernels=given.parse("cocodiff_kernels", device_type) or AUTO,
         synchronous=collectives_are_synchronous(environment),
         cache=cache_folder(environment, values),
-        detected="cocodiff_topology" not in given,
     )
 
 
