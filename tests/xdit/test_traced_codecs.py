@@ -11,11 +11,29 @@ from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
-from tests.xdit.test_approximation import STEPS
+from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.xdit.session.session import Session
+
+
+def compile_transformer(run: LossyRun, how: str) -> None:
+    """Compile as xDiT's runners do: the whole transformer, in place, or block by block."""
+    pipe = run.runner.model.pipe
+    if how == "whole":
+        pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager")
+    elif how == "in place":
+        pipe.transformer.compile(backend="aot_eager")
+    else:
+        for blocks in (each for each in pipe.transformer.children() if isinstance(each, torch.nn.ModuleList)):
+            for index, block in enumerate(blocks):
+                blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+def figures(run: LossyRun) -> list[tuple]:
+    """Return the bytes and the errors of all layers for each step."""
+    return [(report.sent_bytes, report.exact_bytes, report.errors) for report in run.runtime.reports]
 
 
 class TwoLayers:
