@@ -6,5 +6,6 @@
 set -euo pipefail
 caller="$PWD"
 . "$(dirname "$0")/environment.sh"
+checkout="$PWD"
 cd "$caller"
-exec python -m xfuser_cocodiff.tools.emulation.cluster "$@"
+exec python "$checkout/emulation" "$@"

@@ -20,7 +20,7 @@ FLOORS = {
         *("settings", "patching", "platforms", "layers", "session", "attention"),
         *("run_tracking", "integration"),
     ),
-    "tools": ("launching", "reporting", "emulation", "probing", "accelerator", "simulation", "comparison"),
+    "tools": ("launching", "reporting", "probing", "accelerator", "simulation", "comparison"),
 }
 """Packages of each floor, lowest first."""
 PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli", "benchmarks")

@@ -14,9 +14,9 @@ BAD = [
     *([*MODEL, "--machine", "moon"], [*MODEL, "--model", "flux9"]),
     *([*PLAN, "--profile", "/nowhere.json"], [*PLAN, "--profile", "/"], [*PLAN, "--profile", "x" * 5000]),
     *(["probe", "--timeout", value] for value in ("-1", "ten", "0", "nan", "1e300", "inf")),
-    ["probe", "--topology", "rack=1"],
+    *(["probe", "--topology", "rack=1"], ["probe", "--topology", "2x2"]),
     *(["quality", "--seeds", "0"], ["quality", "--steps", "x"], ["quality", "--dtype", "half"]),
-    *(["env", "--degree", "0"], ["env", "--degree", "x"], ["env", "--typo"], ["typo"]),
+    *(["env", "--ranks", "0"], ["env", "--ranks", "x"], ["env", "--typo"], ["typo"]),
 ]
 
 

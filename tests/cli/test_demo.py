@@ -12,21 +12,27 @@ import pytest
 
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import compare, demo
-from xfuser_cocodiff.tools.emulation import cluster
 
-SCRIPT = Path(__file__).parents[2] / "scripts/demo.sh"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/demo.sh"
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     """Return a function that runs the command, and returns its status and the options of each comparison."""
     monkeypatch.chdir(tmp_path)
-    written: list[list] = []
-    monkeypatch.setattr(subprocess, "run", lambda line, **_: written.append([str(word) for word in line]))
-    monkeypatch.setattr(cluster, "isolation", lambda: ["unshare"])
 
-    def call(*arguments: str, statuses: tuple[int, int] = (0, 0)) -> tuple[int, list[argparse.Namespace], list]:
+    def call(
+        *arguments: str, statuses: tuple[int, int] = (0, 0), problem: str = ""
+    ) -> tuple[int, list[argparse.Namespace], list]:
         parts: list[argparse.Namespace] = []
+        started: list[list[str]] = []
+
+        def start(line: list, **_: object) -> subprocess.CompletedProcess:
+            started.append([str(word) for word in line])
+            return subprocess.CompletedProcess(line, 0, stderr=problem)
+
+        monkeypatch.setattr(subprocess, "run", start)
 
         def compared(options: argparse.Namespace) -> int:
             parts.append(options)
@@ -37,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
             return status
 
         monkeypatch.setattr(compare, "run", compared)
-        return cli.main(["demo", *arguments]), parts, written
+        return cli.main(["demo", *arguments]), parts, started
 
     with mock.patch.dict(os.environ):
         yield call
@@ -48,29 +54,27 @@ def page() -> str:
 
 
 def test_both_parts_run_the_same_command(run: Callable, capsys: pytest.CaptureFixture) -> None:
-    status, (first, second), [models] = run()
+    status, (first, second), [models, tried] = run()
     assert status == 0 and page() == "part 2"
     assert models[1:3] == ["-m", "models"] and models[-1] == "FLUX.1-dev"
     assert first.xdit_arguments == second.xdit_arguments == [*demo.ARGUMENTS]
     assert (first.modes, second.modes) == ((), ("exact", "balanced", "fast"))
     assert "torch.distributed.run" in first.launcher and first.out != second.out
-    words = shlex.split(second.launcher)
-    assert cluster._cluster(cluster._parser().parse_args(words[3:-1])).topology.size == 4
-    assert {"ethernet", "10"} <= {*words}
+    assert [*shlex.split(second.launcher), "true"] == tried
+    assert " ".join(tried[1:]) == f"{ROOT}/emulation --preset ethernet --scale 10 --topology 2x2 -- true"
     assert (os.environ["COCODIFF_CACHE"], os.environ["HF_HUB_OFFLINE"]) == ("off", "1")
     assert capsys.readouterr().out.splitlines()[-1] == f"Report: {Path.cwd()}/cocodiff-report/report.html"
 
 
-def test_part_2_is_skipped_without_namespaces(run: Callable, monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(cluster, "isolation", mock.Mock(side_effect=RuntimeError("they are not permitted here")))
-    status, parts, _ = run()
+def test_part_2_is_skipped_without_namespaces(run: Callable, capsys: pytest.CaptureFixture) -> None:
+    status, parts, _ = run(problem="they are not permitted here")
     assert (status, len(parts), page()) == (0, 1, "part 1")
     assert "cannot emulate slow links between nodes. they are not permitted here" in capsys.readouterr().out
 
 
 def test_arguments_replace_those_of_xdit(run: Callable) -> None:
     arguments = ["--model", "Qwen-Image", "--ulysses_degree", "2", "--cocodiff-mode=fast"]
-    _, parts, [models] = run("--", *arguments)
+    _, parts, [models, _] = run("--", *arguments)
     assert models[-1] == "Qwen-Image"
     assert [part.xdit_arguments for part in parts] == [arguments] * 2
     assert [part.modes for part in parts] == [(), ()]

@@ -20,6 +20,8 @@ ARGUMENTS = (
     *("--ulysses_degree", "4", "--cocodiff_topology", "2x2"),
 )
 MODES = ("exact", "balanced", "fast")
+NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
+"""Environment of ranks on the CPU, which runs any number of them."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,7 +40,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.tools.emulation import cluster
     from xfuser_cocodiff.tools.launching import command_line
 
     arguments = options.xdit_arguments or [*ARGUMENTS]
@@ -51,9 +52,8 @@ def run(options: argparse.Namespace) -> int:
     )
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         os.environ.pop(name, None)
-    # Cached profiles and schedules of earlier runs are not used, so that every demo measures a first run. Emulated
-    # links connect processes, not devices, and the CPU can run any number of ranks.
-    os.environ |= {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1", "COCODIFF_CACHE": "off", **cluster.NO_DEVICES}
+    # Cached profiles and schedules of earlier runs are not used, so that every demo measures a first run.
+    os.environ |= {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1", "COCODIFF_CACHE": "off", **NO_DEVICES}
     page, equal_links = options.out / "report.html", options.out / "equal-links"
     page.unlink(missing_ok=True)
 
@@ -62,16 +62,14 @@ def run(options: argparse.Namespace) -> int:
     torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc_per_node={{ranks}}"
     if (status := _compare(options, equal_links, (), f"{torchrun} --no-python --", arguments)) > 1:
         return status
-    try:
-        cluster.isolation()
-    except RuntimeError as error:
-        print(f"Part 2 is skipped: this machine cannot emulate slow links between nodes. {error}")
+    emulated = [sys.executable, str(repository / "emulation"), "--preset", "ethernet", "--scale", "10"]  # 25 Mbit/s
+    emulated += ["--topology", _topology(arguments), "--"]
+    if problem := subprocess.run([*emulated, "true"], stderr=subprocess.PIPE, text=True).stderr:
+        print(f"Part 2 is skipped: this machine cannot emulate slow links between nodes. {problem.strip()}")
     else:
         print("Part 2 of 2: slow links between two nodes, stock xDiT and three modes; about three minutes", flush=True)
         modes = () if command_line.option_value(arguments, "cocodiff_mode") else MODES
-        emulated = [sys.executable, "-m", cluster.__name__, "--preset", "ethernet", "--scale", "10"]  # 25 Mbit/s
-        line = shlex.join([*emulated, "--topology", _topology(arguments), "--"])
-        status = max(status, _compare(options, options.out, modes, line, arguments))
+        status = max(status, _compare(options, options.out, modes, shlex.join(emulated), arguments))
     if not page.exists():
         shutil.copy(equal_links / "report.html", page)
     print("The demo's model is small: its dB do not carry over to real ones; errors and bits are its own.")

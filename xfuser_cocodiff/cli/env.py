@@ -16,12 +16,7 @@ def add_parser(subparsers: Any) -> None:
         "missing. It launches kernels on the first device. The record also has the state of all patches.",
     )
     parser.add_argument(
-        "--ranks",
-        "--degree",
-        dest="degree",
-        type=positive,
-        metavar="RANKS",
-        help="Ulysses degree to detect the topology for (default: the launcher's)",
+        "--ranks", type=positive, help="number of ranks to detect the topology for (default: the launcher's)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)
@@ -31,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     from xfuser_cocodiff.tools.reporting import environment, record_header
 
-    description = environment.describe(options.degree)
+    description = environment.describe(options.ranks)
     facts = environment.facts(description)
     width = max(map(len, facts))
     for name, value in facts.items():

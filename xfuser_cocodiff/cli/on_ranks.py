@@ -18,10 +18,35 @@ FAILED_RANK_STATUS = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that all of these subcommands have."""
     parser.add_argument(
-        "--topology", help=f"topology of all ranks: {NOTATION} (default: the launcher's; `probe` infers it)"
+        "--topology",
+        type=_topology,
+        help=f"topology of all ranks: {NOTATION} (default: the launcher's; `probe` infers it)",
     )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="timeout of a collective (default: PyTorch's)")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="timeout of a collective (default: PyTorch's)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
+
+
+def _topology(text: str) -> Topology:
+    try:
+        return Topology.parse(text, _world_size())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _seconds(text: str) -> float:
+    from xfuser_cocodiff.xdit.settings import parsers
+
+    try:
+        return parsers.seconds(text)
+    except ValueError:
+        valid = f"valid are seconds above 0, up to {parsers.MAX_SECONDS:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; {valid}") from None
 
 
 def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]], None]) -> int:
@@ -40,14 +65,10 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
     from xfuser_cocodiff.tools.launching import rank_group
-    from xfuser_cocodiff.xdit.settings.parsers import MAX_SECONDS
+    from xfuser_cocodiff.xdit.platforms import detected_topology
 
     try:
-        topology = _topology(options)
-        if options.timeout is not None and not 0 < options.timeout <= MAX_SECONDS:
-            raise ValueError(
-                f"--timeout {options.timeout:g} is not valid; valid are seconds above 0, up to {MAX_SECONDS:g}"
-            )
+        topology = options.topology or detected_topology.detect_topology(_world_size(), os.environ)
         group = rank_group.start(options.timeout)
         record = work(group, topology)
     except ValueError as error:
@@ -62,17 +83,3 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
         show(record)
         write_json(options, record)
     return 0
-
-
-def _topology(options: argparse.Namespace) -> Topology:
-    from xfuser_cocodiff.tools.emulation import links
-    from xfuser_cocodiff.xdit.platforms import detected_topology
-
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if options.topology:
-        try:
-            return Topology.parse(options.topology, size)
-        except ValueError as error:
-            raise ValueError(f"--topology: {error}") from None
-    cluster = links.from_environment()
-    return cluster.topology if cluster else detected_topology.detect_topology(size, os.environ)

@@ -1,5 +1,5 @@
-"""Measurement and demonstration: emulated and simulated clusters, comparisons.
+"""Measurement: comparisons, probes and predictions for users' own models and machines.
 
 Packages, lowest level first; each imports only those before it:
-`launching`, `reporting`, `emulation`, `probing`, `accelerator`, `simulation`, `comparison`.
+`launching`, `reporting`, `probing`, `accelerator`, `simulation`, `comparison`.
 """

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import ranks
+from tests.emulation.test_cluster import LAUNCHER, needs_namespaces
 from tests.quick import slow, slow_but
-from tests.tools.emulation.test_cluster import LAUNCHER, needs_namespaces
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.probing import link_survey, pairwise_links
 from xfuser_cocodiff.tools.probing.pairwise_links import Pairs
@@ -189,7 +189,7 @@ def test_the_emulated_topology_is_inferred(options: list[str]) -> None:
 import os, numpy, torch, torch.distributed as dist
 torch.set_num_threads(1)
 from xfuser_cocodiff.tools.probing import pairwise_links, topology_inference
-from xfuser_cocodiff.tools.emulation import links
+from emulation import links
 dist.init_process_group("gloo")
 built, measured = links.from_environment(), pairwise_links.measure_pairs()
 found = topology_inference.infer_topology(measured, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -197,7 +197,7 @@ assert found == built.topology, found
 # Other load on the machine slows the fast links.
 for link in built.links(0):
     rate = 8e-6 * numpy.median(measured.bytes_per_second[0, list(link.ranks)])
-    assert 0.6 < rate / built.rate(link.axis) < 1.2, (link, rate)
+    assert 0.6 < rate / built.rates[link.axis] < 1.2, (link, rate)
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -42,11 +42,11 @@ from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.topology.devices import CPU
+from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.tools.comparison import exchanges
 from xfuser_cocodiff.tools.comparison.image_grid import image_grid
 from xfuser_cocodiff.tools.comparison.instant import Instant, now, seconds_between
 from xfuser_cocodiff.tools.comparison.stage_timer import StageTimer
-from xfuser_cocodiff.tools.emulation import links
 from xfuser_cocodiff.tools.launching import stock_traffic
 from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.patching import log
@@ -216,12 +216,11 @@ def _memory() -> Any:
 
 def _process() -> dict[str, Any]:
     """Return what this process is, for records that are compared elsewhere."""
-    cluster = links.from_environment()
     return {
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "arguments": sys.argv,
         "host": record_header.header()["host"],
-        "cluster": cluster and cluster.describe(),
+        "cluster": json.loads(os.environ.get(CLUSTER_VARIABLE, "null")),
     }
 
 

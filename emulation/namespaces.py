@@ -7,7 +7,7 @@ untouched, clusters can run side by side, and everything ends with the cluster's
 import subprocess
 from collections.abc import Mapping
 
-from xfuser_cocodiff.tools.emulation.links import MAX_PACKET, Cluster, build_commands, route_commands, run_batch
+from emulation.links import INTERFACE, MAX_PACKET, Cluster, address, build_commands, route_commands, run_batch
 
 MAX_RANKS = 254
 """Addresses in the subnet of a cluster."""
@@ -31,11 +31,6 @@ BRIDGE_SETTINGS = {
 _BRIDGE = "br0"
 
 
-def address(rank: int) -> str:
-    """Return the IP address of a rank. Clusters do not see each other, so all use the same addresses."""
-    return f"10.77.0.{rank + 1}"
-
-
 def name(rank: int) -> str:
     """Return the name of a rank's namespace."""
     return f"rank{rank}"
@@ -52,7 +47,7 @@ def make(cluster: Cluster) -> None:
     # There is no router or multicast listener, and no snooping saves CPU time.
     run_batch("ip", [f"link add {_BRIDGE} mtu {MAX_PACKET} type bridge mcast_snooping 0"], bridge)
     for rank in ranks:
-        run_batch("ip", [f"link add {cluster.interface} type veth peer name port{rank} netns {bridge}"], name(rank))
+        run_batch("ip", [f"link add {INTERFACE} type veth peer name port{rank} netns {bridge}"], name(rank))
     ports = [f"link set port{rank} mtu {MAX_PACKET} master {_BRIDGE} addrgenmode none up" for rank in ranks]
     run_batch("ip", [*ports, f"link set {_BRIDGE} addrgenmode none up"], bridge)
     _set(BRIDGE_SETTINGS, bridge)
@@ -61,10 +56,9 @@ def make(cluster: Cluster) -> None:
 
 
 def _make_rank(cluster: Cluster, rank: int) -> None:
-    interface = cluster.interface
     # gso_max_segs 1 turns segmentation offload off. The queue is long enough for the packets of 254 ranks.
-    link = f"link set {interface} mtu {MAX_PACKET} gso_max_segs 1 txqueuelen 10000 addrgenmode none up"
-    own_address = f"addr add {cluster.addresses[rank]}/24 dev {interface}"
+    link = f"link set {INTERFACE} mtu {MAX_PACKET} gso_max_segs 1 txqueuelen 10000 addrgenmode none up"
+    own_address = f"addr add {address(rank)}/24 dev {INTERFACE}"
     run_batch("ip", ["link set lo up", link, own_address, *route_commands(cluster, rank)], name(rank))
     run_batch("tc", build_commands(cluster, rank), name(rank))
     _set(SETTINGS, name(rank))

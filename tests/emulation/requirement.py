@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-LAUNCHER = [sys.executable, "-m", "xfuser_cocodiff.tools.emulation.cluster"]
+LAUNCHER = [sys.executable, "-m", "emulation"]
 TWO_RANKS = ["--topology", "flat=2", "--rates", "flat=20"]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.quick import slow_but
-from xfuser_cocodiff.tools.emulation import cluster
 
 NOBODY = 65534
 DEADLINE = 120
@@ -34,13 +33,13 @@ def python() -> str:
 
 
 PYTHON = python()
-LAUNCHER = [PYTHON, "-m", "xfuser_cocodiff.tools.emulation.cluster", "--topology", "2x2", "--rates", "node=4,gpu=20"]
+LAUNCHER = [PYTHON, "-m", "emulation", "--topology", "2x2", "--rates", "node=4,gpu=20"]
 
 
 def ordinary(command: list[str], as_root: bool = False) -> subprocess.Popen:
     """Return a prefix that runs a command as root, or as an ordinary user (the caller, or nobody)."""
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 and not as_root else {}
-    environment = {**os.environ, "PYTHONPATH": str(Path(cluster.__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
         command, cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **user
     )

@@ -1,4 +1,4 @@
-"""`python -m xfuser_cocodiff.tools.emulation.cluster`: runs a command once per rank of an emulated cluster.
+"""Runs a command once per rank of an emulated cluster.
 
 Every rank has its own network namespace and the environment that torchrun would set. Its links are shaped to the
 scaled-down rates of a machine; :mod:`links` defines which ranks share a link.
@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from emulation import links, namespaces
+from emulation.links import Cluster
+from emulation.presets import PRESETS
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
-from xfuser_cocodiff.tools.emulation import links, namespaces
-from xfuser_cocodiff.tools.emulation.links import Cluster
-from xfuser_cocodiff.tools.emulation.presets import PRESETS
 
 PROGRAM = "emulated_cluster"
 MASTER_PORT = 29500
@@ -83,12 +84,12 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if not 2 <= topology.size <= namespaces.MAX_RANKS:
         raise ValueError(f"--topology {text!r} has {topology.size} ranks; a cluster has 2 to {namespaces.MAX_RANKS}")
     axes = [axis.name for axis in topology.axes if axis.size > 1]
+    if options.preset and (unknown := {*axes} - {*PRESETS[options.preset].gigabytes}):
+        raise ValueError(f"--preset {options.preset} has no rate of {', '.join(unknown)} in --topology {text}")
     rates = PRESETS[options.preset].rates(axes) if options.preset else _rates(options.rates, axes)
-    addresses = tuple(map(namespaces.address, range(topology.size)))
-    packet_seconds = links.packet_seconds(topology.size)
-    cluster = Cluster(topology, rates, addresses, options.preset, options.scale, packet_seconds=packet_seconds)
-    links.check_rates(cluster)
-    return cluster
+    scaled = {axis: rate * options.scale for axis, rate in rates.items()}
+    links.check_rates(scaled)
+    return Cluster(topology, scaled, options.preset, options.scale, links.packet_seconds(topology.size))
 
 
 def _rates(text: str, axes: Sequence[str]) -> dict[str, float]:
@@ -129,7 +130,7 @@ def _isolate(arguments: Sequence[str]) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
-    line = [*isolation(), sys.executable, "-m", __spec__.name if __spec__ else __name__, _ISOLATED, *arguments]
+    line = [*isolation(), sys.executable, str(Path(__file__).parent), _ISOLATED, *arguments]
     # Its input ends when this process does, however it does. A new session: Ctrl-C reaches this process alone.
     with subprocess.Popen(line, stdin=subprocess.PIPE, start_new_session=True) as process:
         return process.wait()
@@ -174,13 +175,9 @@ def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.size // cluster.num_nodes),
         "GROUP_RANK": str(node),
-        "MASTER_ADDR": cluster.addresses[0],
+        "MASTER_ADDR": links.address(0),
         "MASTER_PORT": str(MASTER_PORT),
-        "GLOO_SOCKET_IFNAME": cluster.interface,
-        "TP_SOCKET_IFNAME": cluster.interface,
+        "GLOO_SOCKET_IFNAME": links.INTERFACE,
+        "TP_SOCKET_IFNAME": links.INTERFACE,
         CLUSTER_VARIABLE: cluster.to_json(),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,6 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
@@ -65,36 +64,30 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """An emulated cluster: topology, rates and addresses."""
+    """An emulated cluster: its topology and the rates of its links."""
 
     topology: Topology
     rates: Mapping[str, float]
-    """Mbit/s of every axis at scale 1; a rate for ``flat`` alone gives each rank a single port."""
-    addresses: tuple[str, ...]
-    """IP address of every rank."""
+    """Mbit/s of every axis; a rate for ``flat`` alone gives each rank a single port."""
     preset: str | None = None
     scale: float = 1.0
-    interface: str = INTERFACE
+    """Factor that the rates of the preset were multiplied by."""
     packet_seconds: float = PACKET_SECONDS
     """Transfer time of a packet on its link, within the limits of packet sizes."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self.addresses)
+        return self.topology.size
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
         return next((axis.size for axis in self.topology.axes if axis.name == "node"), 1)
 
-    def rate(self, axis: str) -> float:
-        """Return the rate of a link along an axis, Mbit/s."""
-        return self.rates[axis] * self.scale
-
     def packet_bytes(self, axis: str) -> int:
         """Return the size of IP packets on a link along an axis."""
-        return min(max(round(self.rate(axis) * 1e6 / 8 * self.packet_seconds), MIN_PACKET), MAX_PACKET)
+        return min(max(round(self.rates[axis] * 1e6 / 8 * self.packet_seconds), MIN_PACKET), MAX_PACKET)
 
     def links(self, rank: int) -> tuple[Link, ...]:
         """Return the links that a rank sends on, ordered by the first rank that each leads to."""
@@ -112,23 +105,10 @@ class Cluster:
         axis, place = next((a.name, p) for a, o, p in zip(self.topology.axes, own, peer, strict=True) if o != p)
         return (axis,) if axis == "node" else (axis, place)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the description of the cluster for a record."""
-        return {
-            **{"preset": self.preset, "scale": self.scale, "topology": str(self.topology), "nodes": self.num_nodes},
-            "rates": {axis: self.rate(axis) for axis in self.rates},
-        }
-
     def to_json(self) -> str:
-        """Return the value of the environment variable that describes the cluster to its ranks."""
-        return json.dumps({**dataclasses.asdict(self), "topology": str(self.topology)})
-
-    @classmethod
-    def from_json(cls, text: str) -> "Cluster":
-        """Parse the output of :meth:`to_json`."""
-        fields = json.loads(text)
-        addresses = tuple(fields.pop("addresses"))
-        return cls(topology=Topology.parse(fields.pop("topology"), len(addresses)), addresses=addresses, **fields)
+        """Return the value of the environment variable that describes the cluster to its ranks and their records."""
+        counts = {"ranks": self.size, "nodes": self.num_nodes}
+        return json.dumps({**dataclasses.asdict(self), "topology": str(self.topology), **counts})
 
 
 def packet_seconds(ranks: int, cores: int | None = None) -> float:
@@ -141,30 +121,37 @@ def packet_seconds(ranks: int, cores: int | None = None) -> float:
     return CROWDED_PACKET_SECONDS if ranks > CROWD * (cores or len(os.sched_getaffinity(0))) else PACKET_SECONDS
 
 
+def address(rank: int) -> str:
+    """Return the IP address of a rank. Clusters do not see each other, so all use the same addresses."""
+    return f"10.77.0.{rank + 1}"
+
+
 def from_environment(environment: Mapping[str, str] = os.environ) -> Cluster | None:
     """Return the emulated cluster of this process, or None outside of one."""
-    text = environment.get(CLUSTER_VARIABLE)
-    return Cluster.from_json(text) if text else None
+    if not (text := environment.get(CLUSTER_VARIABLE)):
+        return None
+    fields = json.loads(text)
+    del fields["nodes"]
+    return Cluster(Topology.parse(fields.pop("topology"), fields.pop("ranks")), **fields)
 
 
-def check_rates(cluster: Cluster) -> None:
+def check_rates(rates: Mapping[str, float]) -> None:
     """Raise ValueError if the rate of an axis is out of range."""
-    for axis in cluster.rates:
-        if not MIN_RATE <= (rate := cluster.rate(axis)) <= MAX_RATE:
+    for axis, rate in rates.items():
+        if not MIN_RATE <= rate <= MAX_RATE:
             raise ValueError(f"{axis}={rate:g} Mbit/s is not valid; valid are {MIN_RATE:g} to {MAX_RATE:g} Mbit/s")
 
 
 def build_commands(cluster: Cluster, rank: int) -> list[str]:
     """Return the `tc` commands that create the links of a rank on an unshaped interface."""
-    interface = cluster.interface
     filters = [
-        f"filter add dev {interface} parent 1: protocol ip prio 1 u32 match ip dst {cluster.addresses[peer]}/32 "
+        f"filter add dev {INTERFACE} parent 1: protocol ip prio 1 u32 match ip dst {address(peer)}/32 "
         f"flowid 1:{_queue(peer):x}"
         for peer in range(cluster.size)
         if peer != rank
     ]
     # Traffic that no filter matches, such as ARP, is not shaped.
-    return [f"qdisc add dev {interface} root handle 1: htb", *class_commands(cluster, rank), *filters]
+    return [f"qdisc add dev {INTERFACE} root handle 1: htb", *class_commands(cluster, rank), *filters]
 
 
 def class_commands(cluster: Cluster, rank: int) -> list[str]:
@@ -177,15 +164,15 @@ def class_commands(cluster: Cluster, rank: int) -> list[str]:
     for number, link in enumerate(cluster.links(rank), 1):
         packet = cluster.packet_bytes(link.axis)
         sent = packet + ETHERNET_HEADER + ACKNOWLEDGEMENT_SHARE
-        rate = round(cluster.rate(link.axis) * 1e6 * sent / (packet - TCP_HEADERS))
+        rate = round(cluster.rates[link.axis] * 1e6 * sent / (packet - TCP_HEADERS))
         burst = max(1, round(rate / 8 * BURST_SECONDS))
         lines.append(
-            f"class add dev {cluster.interface} parent 1: classid 1:{number:x} htb rate {rate}bit ceil {rate}bit "
+            f"class add dev {INTERFACE} parent 1: classid 1:{number:x} htb rate {rate}bit ceil {rate}bit "
             f"burst {burst} cburst {burst}"
         )
         # A queue has almost no rate of its own and borrows from its link; each turn sends one packet.
         lines += [
-            f"class add dev {cluster.interface} parent 1:{number:x} classid 1:{_queue(peer):x} htb rate 1kbit "
+            f"class add dev {INTERFACE} parent 1:{number:x} classid 1:{_queue(peer):x} htb rate 1kbit "
             f"ceil {rate}bit burst 1 cburst {MAX_PACKET + burst} quantum {packet + ETHERNET_HEADER}"
             for peer in link.ranks
         ]
@@ -203,7 +190,7 @@ def route_commands(cluster: Cluster, rank: int) -> list[str]:
     The advertised segment size is the maximum, so that the route alone decides.
     """
     return [
-        f"route replace {cluster.addresses[peer]}/32 dev {cluster.interface} src {cluster.addresses[rank]} "
+        f"route replace {address(peer)}/32 dev {INTERFACE} src {address(rank)} "
         f"mtu lock {cluster.packet_bytes(link.axis)} advmss {MAX_PACKET - 40} rto_min {RETRANSMISSION_SECONDS}s"
         for link in cluster.links(rank)
         for peer in link.ranks

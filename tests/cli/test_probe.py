@@ -1,0 +1,79 @@
+"""`cocodiff probe` on real ranks: a record with consistent figures, which the planner reads."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.cli.output import silence_libraries
+from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.tools.launching import rank_group
+
+NOISY = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
+
+
+def test_ranks_write_one_record_and_only_the_first_prints(tmp_path: Path) -> None:
+    """Import messages of transformers and xDiT are turned off."""
+    file = tmp_path / "probe.json"
+    usual = {name: value for name, value in os.environ.items() if name not in NOISY}
+    usual |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    program = [sys.executable, "-m", "xfuser_cocodiff.cli", "probe", "--json", file]
+    started = [
+        subprocess.Popen(
+            program,
+            env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (process.communicate(timeout=ranks.SLOW_TIMEOUT)[0] for process in started)
+    record = json.loads(file.read_text())
+    profile = Profile.read(file)
+    assert first.startswith(f"inferred topology: {record['topology_inferred']}\n") and second == ""
+    assert str(profile.topology) == record["topology"] == record["topology_inferred"]
+    assert [axis["name"] for axis in record["axes"]] == [axis.name for axis in profile.topology.axes]
+    assert all(axis["bytes_per_second"] > 0 and axis["latency_us"] > 0 for axis in record["axes"])
+    bandwidths = record["pairs"]["bytes_per_second"]
+    assert [[value is None for value in row] for row in bandwidths] == [[True, False], [False, True]]
+    assert 0 < record["profile_seconds"] < record["seconds"]
+
+
+def test_without_a_launcher_it_says_what_starts_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(["probe"]) == 2
+    said = capsys.readouterr().err
+    assert "RANK" in said and "torchrun" in said
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", 1), ("1", 0)])
+def test_warnings_of_libraries_are_shown_by_one_rank(rank: str, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NOISY:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        silence_libraries()
+        warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
+    assert len(caught) == shown
+
+
+def test_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def start(*_: object) -> None:
+        with failure_detection.report_failed_ranks([], "probe"):
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+    monkeypatch.setattr(rank_group, "start", start)
+    monkeypatch.setattr(failure_detection, "_describe_failure", lambda group, what, failure: f"{what}: rank 1 failed")
+    assert cli.main(["probe"]) == 1
+    assert capsys.readouterr().err == "cocodiff: communication along 'probe': rank 1 failed\n"
