@@ -1,8 +1,7 @@
 """Virtual ranks: one rank applies the codecs of many, so that their quality can be judged without a cluster.
 
 They simulate either a Ulysses group or a ring. Every row of a communicated tensor, one token of one head, has a source
-rank and a destination rank. Rows that would cross a slow axis go through the codec, against one link reference in place
-of the two at the ends of a link.
+rank and a destination rank. Rows that would cross a slow axis are a message of real ranks, encoded and decoded here.
 
 Sizes in shapes: P virtual ranks, with S coordinates on slow axes and F on fast axes; B batch, H heads, N tokens, D head
 dim.
@@ -18,22 +17,19 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from xfuser_cocodiff.engine.codec import coded_tensor, kernels, yardsticks
-from xfuser_cocodiff.engine.codec.codec import ALIGNMENT, EXACT, message_layout
-from xfuser_cocodiff.engine.codec.coded_tensor import CodedTensor
-from xfuser_cocodiff.engine.codec.rows import Int8Rows
-from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.coding_choice import active_tokens_for, choose
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.engine.compression.step_errors import TensorError
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.comparison.segments import segments
 from xfuser_cocodiff.tools.launching import single_rank
 
 _HEAD_DIM, _TOKEN_DIM = 1, 2
 """Dims of heads and tokens in (B, H, N, D)."""
+_NO_SLOTS = range(0)
+"""Slots of this rank among those of its messages, which all are links between virtual ranks."""
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention from Q, K and V to O, (B, H, N, D) each."""
 
@@ -128,7 +124,7 @@ class VirtualRanks:
 
     def transmit(
         self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
-    ) -> list:
+    ) -> list[torch.Tensor]:
         """Return tensors (B, H, N, D) as the ranks would receive them, all ranks together.
 
         Args:
@@ -138,32 +134,41 @@ class VirtualRanks:
                 that are not divisible are not compressed: xDiT replicates them.
             layer_codecs: codecs of the layer.
         """
-        received = {}
-        for name, tensor in sorted(zip(names, tensors, strict=True), key=lambda pair: pair[0] != "v"):
-            parts = list(tensor.split(list(segments), _TOKEN_DIM))
-            sharded = [index for index, size in enumerate(segments) if self.is_divisible(size)]
-            if sharded and self.is_divisible(tensor.shape[_HEAD_DIM]):
-                sent = self._transmit_segments(name, [parts[index] for index in sharded], layer_codecs)
-                for index, part in zip(sharded, sent, strict=True):
-                    parts[index] = part
-            received[name] = torch.cat(parts, _TOKEN_DIM)
-        return [received[name] for name in names]
-
-    def _transmit_segments(self, name: str, parts: list[torch.Tensor], layer_codecs: LayerCodecs) -> list[torch.Tensor]:
-        """Return segments (B, H, N, D) whose rows that cross slow axes have gone through the codec."""
-        order = (2, 0, 1, 3) if name != "o" else (0, 2, 3, 1)  # source S, target S, target F, source F
-        shards = torch.cat([self._split(part, _TOKEN_DIM) for part in parts], 2 + _TOKEN_DIM)
-        split = self._split(shards, 2 + _HEAD_DIM)  # (S, F, S, F, B, n, s, D): heads, then tokens
-        rows = split.permute(*order, 4, 5, 6, 7)
+        if not all(self.is_divisible(tensor.shape[_HEAD_DIM]) for tensor in tensors):
+            return [*tensors]
         sources, targets = zip(*itertools.permutations(range(self.layout.num_slow), 2), strict=True)
-        values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
-        sent = rows.clone()
-        received = _through_codec(name, values, layer_codecs)
-        sent[sources, targets] = received.view(len(sources), *rows.shape[2:])
-        split = sent.permute(*map(order.index, range(4)), 4, 5, 6, 7)
-        shards = self._join(split, 2 + _HEAD_DIM)
-        sizes = [part.shape[_TOKEN_DIM] // self.topology.size for part in parts]
-        return [self._join(shard, _TOKEN_DIM) for shard in shards.split(sizes, 2 + _TOKEN_DIM)]
+        order = (2, 0, 1, 3) if names != "o" else (0, 2, 3, 1)  # source S, target S, target F, source F
+
+        def send(shards: list[torch.Tensor]) -> None:
+            """Send the rows of shards (S, F, B, H, n, D) that cross slow axes through the codecs, in place."""
+            by_heads = (self._split(each, 2 + _HEAD_DIM) for each in shards)  # (S, F, S, F, B, h, n, D)
+            rows = [each.permute(*order, 4, 5, 6, 7) for each in by_heads]
+            values = [each[sources, targets].flatten(0, 1).flatten(1, 2) for each in rows]
+            received = _through_codecs(names, values, layer_codecs)
+            for each, new in zip(rows, received, strict=True):
+                each[sources, targets] = new.view(len(sources), *each.shape[2:])
+
+        return self._send_shards(tensors, segments, send)
+
+    def _send_shards(
+        self,
+        tensors: Sequence[torch.Tensor],
+        segments: Sequence[int],
+        send: Callable[[list[torch.Tensor]], None],
+    ) -> list[torch.Tensor]:
+        """Return tensors (B, H, N, D) after `send` has changed the shards (S, F, B, H, n, D) of each."""
+        parts = [[*tensor.split([*segments], _TOKEN_DIM)] for tensor in tensors]
+        sharded = [index for index, size in enumerate(segments) if self.is_divisible(size)]
+        if not sharded:
+            return [*tensors]
+        sizes = [segments[index] // self.topology.size for index in sharded]
+        dim = 2 + _TOKEN_DIM
+        shards = [torch.cat([self._split(each[index], _TOKEN_DIM) for index in sharded], dim) for each in parts]
+        send(shards)
+        for each, shard in zip(parts, shards, strict=True):
+            for index, part in zip(sharded, shard.split(sizes, dim), strict=True):
+                each[index] = self._join(part, _TOKEN_DIM)
+        return [torch.cat(each, _TOKEN_DIM) for each in parts]
 
     def _split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return a view of (..., P * n, ...) as (S, F, ..., n, ...)."""
@@ -183,15 +188,19 @@ class VirtualRanks:
         others. For replicated tokens, O is that of the ranks at the first slow coordinate.
         """
         query, *exact = tensors
-        coded = [
-            self._transmit_blocks(name, tensor, segments, layer_codecs)
-            for name, tensor in zip("vk", exact[::-1], strict=True)
-        ]
+
+        def send(shards: list[torch.Tensor]) -> None:
+            values = [self._along_fast(each) for each in shards]
+            received = _through_codecs("kv", values, layer_codecs, copies=self.layout.num_slow - 1)
+            for each, new in zip(shards, received, strict=True):
+                each.copy_(self._back(new, each.shape[2 + _HEAD_DIM]))
+
+        coded = self._send_shards(exact, segments, send)
         slow_indices = self._slow_indices_of(segments, query.device)[:, None]
         result = None
         for slow_index in range(self.layout.num_slow):
             is_own = slow_indices == slow_index
-            key, value = (torch.where(is_own, *pair) for pair in zip(exact, coded[::-1], strict=True))
+            key, value = (torch.where(is_own, *pair) for pair in zip(exact, coded, strict=True))
             output = attention(query, key, value)
             result = output if result is None else torch.where(is_own, output, result)
         return result
@@ -207,103 +216,45 @@ class VirtualRanks:
         ]
         return torch.cat(of_segments).to(device)
 
-    def _transmit_blocks(
-        self, name: str, tensor: torch.Tensor, segments: Sequence[int], layer_codecs: LayerCodecs
-    ) -> torch.Tensor:
-        """Return a tensor (B, H, N, D) as other ranks receive it: a block of each rank, the same for all receivers."""
-        size, parts = self.topology.size, list(tensor.split(list(segments), _TOKEN_DIM))
-        sharded = [index for index, tokens in enumerate(segments) if self.is_divisible(tokens)]
-        if not sharded:
-            return tensor
-        blocks = [parts[index].unflatten(_TOKEN_DIM, (size, -1)).permute(2, 0, 1, 3, 4) for index in sharded]
-        sent = self._reshard_along_fast(torch.cat(blocks, 3))
-        received = _through_codec(name, sent, layer_codecs, self.layout.num_slow - 1)
-        received = self._reshard_back(received, tensor.shape[_HEAD_DIM])
-        for index, part in zip(sharded, received.split([block.shape[3] for block in blocks], 3), strict=True):
-            parts[index] = part.permute(1, 2, 0, 3, 4).flatten(_TOKEN_DIM, _TOKEN_DIM + 1)
-        return torch.cat(parts, _TOKEN_DIM)
-
-    def _reshard_along_fast(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return each rank's tokens (P, B, H, T, D) as it sends them: by heads along the fast axes, zero-padded where
+    def _along_fast(self, shards: torch.Tensor) -> torch.Tensor:
+        """Return each rank's tokens (S, F, B, H, T, D) as sent: by heads along the fast axes, zero-padded where
         these do not divide the heads, (P, B, h, F * T, D)."""
-        padded = functional.pad(blocks, (0, 0, 0, 0, 0, -blocks.shape[2] % self.layout.num_fast))
-        by_slow = padded.unflatten(0, self._shape)  # (S, F, B, H, T, D)
-        by_heads = by_slow.unflatten(3, (self.layout.num_fast, -1)).permute(0, 3, 2, 4, 1, 5, 6)
+        num_fast = self.layout.num_fast
+        padded = functional.pad(shards, (0, 0, 0, 0, 0, -shards.shape[2 + _HEAD_DIM] % num_fast))
+        by_heads = padded.unflatten(3, (num_fast, -1)).permute(0, 3, 2, 4, 1, 5, 6)
         return by_heads.flatten(4, 5).flatten(0, 1)
 
-    def _reshard_back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return what was sent (P, B, h, F * T, D) as each rank's tokens (P, B, H, T, D)."""
-        by_heads = sent.unflatten(0, (self.layout.num_slow, -1)).unflatten(4, (self.layout.num_fast, -1))
-        by_slow = by_heads.permute(0, 4, 2, 1, 3, 5, 6).flatten(3, 4)[:, :, :, :heads]
-        return by_slow.flatten(0, 1)
+    def _back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return what was sent (P, B, h, F * T, D) as each rank's tokens (S, F, B, H, T, D)."""
+        by_heads = sent.unflatten(0, self._shape).unflatten(4, (self.layout.num_fast, -1))
+        return by_heads.permute(0, 4, 2, 1, 3, 5, 6).flatten(3, 4)[:, :, :, :heads]
 
 
 class VirtualRing(VirtualRanks):
-    """Simulated ranks of a ring."""
+    """Simulated ranks of a ring, each of which sends its own tokens."""
 
     is_ring = True
 
-    def _reshard_along_fast(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks
+    def _along_fast(self, shards: torch.Tensor) -> torch.Tensor:
+        return shards.flatten(0, 1)
 
-    def _reshard_back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
-        return sent
+    def _back(self, sent: torch.Tensor, heads: int) -> torch.Tensor:
+        return sent.unflatten(0, self._shape)
 
 
 @torch.no_grad()
-def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int = 1) -> torch.Tensor:
-    """Return values (L, G, H, T, D) as receivers decode them, and add to the statistics.
+def _through_codecs(
+    names: str, values: Sequence[torch.Tensor], layer_codecs: LayerCodecs, copies: int | None = None
+) -> list[torch.Tensor]:
+    """Return values (L, G, H, T, D) of one message as receivers decode them.
 
     Args:
-        name: the tensor's letter.
+        names: a letter for each tensor.
         values: values by link.
         layer_codecs: codecs of the layer.
-        copies: number of receivers of each link's values.
+        copies: number of receivers that all get the same values; None if each link has its own.
     """
-    state, stats, errors = layer_codecs.link_state(name, ALL_HEADS), layer_codecs.stats, layer_codecs.errors
-    codec, lead = choose(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
-    reference, leader, error = state.sent, layer_codecs.leader_of(name, ALL_HEADS), None
-    if not codec.is_exact:
-        sent = leader.sent_values if leader and lead and lead.is_coded else None
-        error = TensorError(name, layer_codecs.layer, layer_codecs.counts_errors, sent.error if sent else None)
-    if lead:
-        lead.prepare(reference, codec)
-    active = active_tokens_for(layer_codecs, name, ALL_HEADS, values, codec) if codec.selects_tokens else None
-    if leader is None:
-        layer_codecs.note_sent(name, ALL_HEADS, values, None, error)
-    if layer_codecs.step.measures_yardsticks and error:
-        measured = yardsticks.measure(values)
-        energies = errors.add([TensorError(each, layer_codecs.layer) for each in measured], values.device)
-        for row, of_yardstick in zip(energies, measured.values(), strict=True):
-            row.copy_(of_yardstick)
-    layout = message_layout(((name, codec, values.shape),), values.dtype)
-    payload = values.new_empty(len(values), codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
-    stats.sent_bytes += copies * len(values) * (layout.nbytes - ALIGNMENT)
-    stats.exact_bytes += copies * values.nbytes
-    tensor = CodedTensor(values, reference, codec, active, payload, None, lead)
-    energies = errors.add([error] if error else [], values.device)
-    if tensor.is_quantized:
-        received = _round_trip(tensor, energies)
-    else:
-        coded_tensor.encode([tensor], energies)
-        received = values if codec.is_exact else reference.values
-    if error and not energies[:, 0].isfinite().all():
-        stats.repeated += 1
-        state.drop_kept()
-        payload = torch.empty_like(values).flatten(1).view(torch.uint8)
-        alone = lead and lead._replace(is_coded=False)
-        coded_tensor.encode([CodedTensor(values, reference, EXACT, None, payload, lead=alone)], energies[:0])
-        received = values
-    layer_codecs.drop_references(name, ALL_HEADS)
+    message = Message(Label(names), values, layer_codecs, _NO_SLOTS, copies)
+    received = [torch.empty_like(each) for each in values]
+    message.decode(message.encode(), received, lambda sent: sent)
     return received
-
-
-def _round_trip(tensor: CodedTensor, energies: torch.Tensor) -> torch.Tensor:
-    """Return the values (L, G, H, T, D) decoded of a quantized tensor, for a reference that both ends share."""
-    part, target = tensor.part, torch.empty_like(tensor.values)
-    reference, decoded = (Int8Rows(*map(torch.empty_like, part.new_reference)) for _ in range(2))
-    kernels.encode([part._replace(new_reference=reference)], energies)
-    base = tensor.lead.reference.values if tensor.lead and tensor.lead.is_coded else None
-    kernels.decode([part._replace(values=target, base=base, new_reference=decoded)])
-    tensor.advance(part._replace(new_reference=reference))
-    return target
