@@ -321,7 +321,7 @@ def with_plugin() -> list:
     installed = activation._installed
     plug_in()
     assert install() and activation._installed is installed
-    return [before, {state.symbol: state.state for state in environment.patch_states()}]
+    return [before, {state["symbol"]: state["state"] for state in environment.patch_states()}]
 
 
 @pytest.mark.slow  # needs the patched copy; test_activation tests the entry point quickly
@@ -341,7 +341,7 @@ def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: 
         "ready",
         "used",
     }
-    assert not any(state.state == "not needed" for state in environment.patch_states())  # in the release
+    assert not any(state["state"] == "not needed" for state in environment.patch_states())  # in the release
 
 
 @torch.no_grad()

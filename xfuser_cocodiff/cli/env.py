@@ -1,6 +1,7 @@
 """`cocodiff env`: shows what this machine has, and what is missing, for the plugin."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,22 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.tools.reporting import environment, record_header
 
     description = environment.describe(options.ranks)
-    facts = environment.facts(description)
+    facts = _facts(description, environment.REQUIRED)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:{width}}", value, sep="\n" if "\n" in value else "  ")
     write_json(options, {**record_header.header(), **description})
     return 0 if description["plugin"] == "installed" else 1
+
+
+def _facts(environment: dict[str, Any], required: Sequence[str]) -> dict[str, str]:
+    """Return what is printed, by name."""
+    local, versions = environment["ranks_per_node"], environment["versions"]
+    detected = f"Ulysses degree {environment['degree']}, {'no launcher' if local is None else f'{local} ranks a node'}"
+    return {
+        **{name: version or "missing" for name, version in versions.items() if version or name in required},
+        "plugin": environment["plugin"],
+        "topology": f"{environment['topology']} (for {detected})",
+        "tuning cache": f"{environment['cache']}: {', '.join(environment['kept']) or 'empty'}",
+        **environment["device"],
+    }

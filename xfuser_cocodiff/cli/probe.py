@@ -27,4 +27,16 @@ def run(options: argparse.Namespace) -> int:
 
         return link_survey.measure(group, topology if options.topology else None, compute_device(), options.timeout)
 
-    return on_ranks.run(options, work, link_survey.show)
+    return on_ranks.run(options, work, show)
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the inferred topology and a table of its axes."""
+    from xfuser_cocodiff.cli import tables
+
+    table, console = tables.table(("axis", "ranks", "latency us", "MB/s per rank", ""), ("axis", "")), tables.console()
+    for axis in record["axes"]:
+        speed, slow = f"{axis['bytes_per_second'] / 1e6:.4g}", "slow" if axis["name"] in record["slow_axes"] else ""
+        table.add_row(axis["name"], str(axis["size"]), f"{axis['latency_us']:.0f}", speed, slow)
+    console.print(f"inferred topology: {record['topology_inferred']}", table)
+    console.print(f"{record['seconds']:.1f} s, of which the link profile took {record['profile_seconds']:.1f} s")

@@ -10,6 +10,8 @@ from xfuser_cocodiff.cli.output import fail, positive, silence_libraries, write_
 VIRTUAL = "2x2"
 _FIELDS = ("cocodiff_slow_axes", "cocodiff_a2a", "cocodiff_memory_budget")
 """Options of the plugin that runs on virtual ranks share."""
+_EXCHANGES = {"heads": "by heads", "kv": "gathered K and V", "ring": "ring"}
+"""Texts of the exchanges along slow axes."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,19 +57,21 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
     silence_libraries()
+    import torch
+
     from xfuser_cocodiff.tools.comparison import quality
 
     try:
         config = make_config(options)
         cases = quality.parse_cases(options.mode.split(","))
         evaluator = quality.QualityEvaluator(
-            *(options.model, config, options.seeds, options.steps, options.size, quality.DTYPES[options.dtype]),
+            *(options.model, config, options.seeds, options.steps, options.size, getattr(torch, options.dtype)),
             *(options.frames, options.guidance_scale, options.prompt or quality.PROMPTS),
         )
     except ValueError as error:
         return fail(str(error))
     record, gallery = quality.measure(evaluator, cases, lambda case: print(case, file=sys.stderr, flush=True))
-    quality.show(record)
+    show(record)
     write_json(options, record)
     if options.sheet:
         quality.draw_images(gallery, options.sheet)
@@ -87,3 +91,36 @@ def make_config(options: argparse.Namespace) -> Any:
     given = {field: getattr(options, field) for field in ("cocodiff_virtual", *_FIELDS)}
     values = {"use_cocodiff": True, **given}
     return resolve(values, {}, SequenceRanks(1, Topology.flat(1)))
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a table with one row per case."""
+    from xfuser_cocodiff.cli import tables
+
+    texts, console = ("mode", "changes", "exchange"), tables.console()
+    columns = (*texts, "error", "by tensor", "bits", "bytes", "PSNR dB", "sd", "SSIM", "LPIPS")
+    table = tables.table(columns, texts)
+    for row in record["rows"]:
+        table.add_row(
+            row["mode"],
+            row["codec"],
+            ", ".join(_EXCHANGES[each] for each in row["exchanges"]) or "not coded",
+            _format(row["mean_error"], ".2%"),
+            " ".join(f"{name.upper()} {error:.1%}" for name, error in sorted(row["error"].items())),
+            f"{row['bits']:.2f}",
+            f"{row['bytes_slow_fraction']:.3f}",
+            "equal" if row["bit_equal"] else _format(row["psnr_db_mean"], ".1f"),
+            _format(row["psnr_db_sd"], ".1f"),
+            f"{row['ssim_mean']:.4f}",
+            _format(row["lpips_mean"], ".4f"),
+        )
+    console.print(table)
+    console.print("error: norm of decoded minus sent values over that of the sent ones, mean over tensors and steps")
+    if yardsticks := next((row["yardsticks"] for row in record["rows"] if row["yardsticks"]), None):
+        console.print("on the same tensors: " + ", ".join(f"{name.upper()} {e:.2%}" for name, e in yardsticks.items()))
+    console.print("bits: per value that crosses slow links; bytes: over lossless ones of the same exchange")
+    console.print("PSNR, SSIM, LPIPS: to lossless runs, mean over seeds")
+
+
+def _format(value: float | None, digits: str) -> str:
+    return "-" if value is None else format(value, digits)

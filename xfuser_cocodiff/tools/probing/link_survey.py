@@ -1,7 +1,6 @@
 """`cocodiff probe`: measures every pair of ranks and every axis, and infers the topology."""
 
 import os
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -59,22 +58,6 @@ def measure(
         "seconds": max_over_ranks(ended - started, device),
         "profile_seconds": max_over_ranks(ended - profile_started, device),
     }
-
-
-def show(record: dict[str, Any]) -> None:
-    """Print the inferred topology and a table of its axes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None)
-    for column in ("axis", "ranks", "latency us", "MB/s per rank", ""):
-        table.add_column(column, justify="left" if column in ("axis", "") else "right")
-    for axis in record["axes"]:
-        speed, slow = f"{axis['bytes_per_second'] / 1e6:.4g}", "slow" if axis["name"] in record["slow_axes"] else ""
-        table.add_row(axis["name"], str(axis["size"]), f"{axis['latency_us']:.0f}", speed, slow)
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
-    console.print(f"inferred topology: {record['topology_inferred']}", table)
-    console.print(f"{record['seconds']:.1f} s, of which the link profile took {record['profile_seconds']:.1f} s")
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:

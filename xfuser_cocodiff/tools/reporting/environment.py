@@ -2,7 +2,6 @@
 
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +18,8 @@ from xfuser_cocodiff.xdit.platforms import detected_topology, platform
 from xfuser_cocodiff.xdit.settings.parsers import OFF
 from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
-_REQUIRED = ("xfuser", "torch", "diffusers", "transformers")
+REQUIRED = ("xfuser", "torch", "diffusers", "transformers")
 _OPTIONAL = ("triton", "flash-attn", "oneccl")
-
-
-@dataclass(frozen=True)
-class PatchState:
-    """State of one patch."""
-
-    symbol: str
-    """Full name of the symbol."""
-    why: str
-    """Reason for the patch."""
-    state: str
-    """'applied', 'ready' (applied when its module is imported or the plugin activated), 'not needed', 'used' (required
-    and not replaced), or why it does not fit."""
 
 
 def describe(degree: int | None = None) -> dict[str, Any]:
@@ -47,8 +33,8 @@ def describe(degree: int | None = None) -> dict[str, Any]:
     folder = cache_folder(os.environ)
     is_installed = install()
     return {
-        "versions": {name: record_header.package_version(name) for name in (*_REQUIRED, *_OPTIONAL)},
-        "plugin": "installed" if is_installed else _reason(),
+        "versions": {name: record_header.package_version(name) for name in (*REQUIRED, *_OPTIONAL)},
+        "plugin": "installed" if is_installed else activation.incompatibility() or "removed because of an error",
         "topology": str(detected_topology.detect_topology(degree, os.environ)),
         "degree": degree,
         "ranks_per_node": local,
@@ -59,25 +45,16 @@ def describe(degree: int | None = None) -> dict[str, Any]:
             "kernels": _kernels(device),
             "collectives": _collectives(device),
         },
-        "patches": [vars(state) for state in patch_states()],
+        "patches": patch_states(),
     }
 
 
-def facts(environment: dict[str, Any]) -> dict[str, str]:
-    """Return what `cocodiff env` prints, by name."""
-    local, versions = environment["ranks_per_node"], environment["versions"]
-    detected = f"Ulysses degree {environment['degree']}, {'no launcher' if local is None else f'{local} ranks a node'}"
-    return {
-        **{name: version or "missing" for name, version in versions.items() if version or name in _REQUIRED},
-        "plugin": environment["plugin"],
-        "topology": f"{environment['topology']} (for {detected})",
-        "tuning cache": f"{environment['cache']}: {', '.join(environment['kept']) or 'empty'}",
-        **environment["device"],
-    }
+def patch_states() -> list[dict[str, str]]:
+    """Return symbol, reason and state of every patch in this process.
 
-
-def patch_states() -> list[PatchState]:
-    """Return the state of every patch in this process."""
+    The state is 'applied', 'ready' (applied when its module is imported or the plugin activated), 'not needed', 'used'
+    (required and not replaced), or why it does not fit.
+    """
     patch_set = activation.patch_set()
 
     def state(patch: Patch) -> str:
@@ -87,12 +64,7 @@ def patch_states() -> list[PatchState]:
             return "applied"
         return patch.problem() or ("ready" if patch.replace else "used")
 
-    return [PatchState(patch.name, patch.why, state(patch)) for patch in patch_set.patches]
-
-
-def _reason() -> str:
-    """Return why the plugin is not installed."""
-    return activation.incompatibility() or "removed because of an error"
+    return [{"symbol": patch.name, "why": patch.why, "state": state(patch)} for patch in patch_set.patches]
 
 
 def _device(device: torch.device) -> str:

@@ -6,29 +6,6 @@ from dataclasses import replace
 import torch
 
 from xfuser_cocodiff.engine.codec.codec import SELECTING, TOKEN_DIM, Codec, message_layout
-from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-
-
-def sent_bytes(
-    schedule: CodecSchedule,
-    names: str,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    total: int,
-    bits: Sequence[float] | None = None,
-) -> list[int]:
-    """Return the bytes of a message on one link, for each step of a run whose values are all finite.
-
-    Args:
-        schedule: codec schedule of the run.
-        names: letters of the tensors, of "qkvo".
-        shapes: (L, G, H, T, D) of each.
-        dtype: type of the values.
-        total: number of steps.
-        bits: bits per value of each step, assumed in place of what rate control will choose.
-    """
-    of_steps: Sequence[float | None] = bits or [None] * total
-    return [link_bytes(schedule.codecs(step, total, of_steps[step]), names, shapes, dtype) for step in range(total)]
 
 
 def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:

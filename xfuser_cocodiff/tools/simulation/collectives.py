@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -38,6 +39,10 @@ class Message:
         for each in parts:
             sent.update(each.sent_bytes)
         return cls(sum(each.seconds for each in parts), dict(sent), sum(each.collectives for each in parts))
+
+    def coded(self, codec_seconds: float, **work: Any) -> "Message":
+        """Return the message with the time of its codecs, and the work around it."""
+        return replace(self, seconds=self.seconds + codec_seconds, codec_seconds=codec_seconds, **work)
 
 
 def all_to_all(profile: Profile, message_bytes: float, plan: Plan | None = None) -> Message:

@@ -103,20 +103,15 @@ class LayerCommunication:
         if self.mode == STOCK or self.split.ring > 1 or self.group.size == 1:
             return None
         if self._is_coded:
-            gathers = self.mode != PAPER and planner.gathers_kv(self._num_slots, self._sent_sizes)
+            heads, num_fast = self.scenario.workload.heads, self.group.size // self._num_slots
+            sizes = SentSizes.of(heads, heads, self._num_slots, num_fast)
+            gathers = self.mode != PAPER and planner.gathers_kv(self._num_slots, sizes)
             return Resharding(self.scenario, self.group, self._slow_axes) if gathers else None
         moving = [axis.name for axis in self.group.axes if axis.size > 1]
         gather = Resharding(self.scenario, self.group, moving[:1])
-        sizes = [[each.tensor_bytes(name) for name in "qkv"] for each in (self.by_heads, gather)]
-        profile = self.by_heads.profile(sizes[0][0])
-        return gather if gather.num_fast > 1 and planner.gather_pays(profile, gather.gathered, *sizes) else None
-
-    @property
-    def _sent_sizes(self) -> SentSizes:
-        """Sizes of Q and K on a rank."""
-        workload = self.scenario.workload
-        kv_heads = workload.heads // workload.heads_per_kv_head
-        return SentSizes.of(workload.heads, kv_heads, self._num_slots, self.group.size // self._num_slots)
+        tensors = [[each.tensor_bytes(name) for name in "qkv"] for each in (self.by_heads, gather)]
+        profile = self.by_heads.profile(tensors[0][0])
+        return gather if gather.num_fast > 1 and planner.gather_pays(profile, gather.gathered, *tensors) else None
 
     def references(self) -> list[ReferenceBytes]:
         """Return the memory of the layer's link references in each call of a step; empty where it is lossless.
@@ -173,11 +168,11 @@ class LayerCommunication:
             names = ["qkv"] if self.scenario.workload.combines_qkv else ["q", "k", "v"]
             return [Schedule({each: self.by_heads.by_stock(each) for each in names}, self.by_heads.by_stock("o"))]
         if self._is_coded:
-            numbers = [1, *self._coded_head_groups()] if self.gather else [1]
+            numbers = [1, *self._head_groups(self.gather)] if self.gather else [1]
             return self._by_inputs(self.resharding, numbers, payloads)
         if self.is_left_lossless:
             return self._by_inputs(self.by_heads, [1])
-        numbers = self._head_groups()
+        numbers = self._head_groups(self.by_heads)
         schedules = self._by_inputs(self.by_heads, [1, *numbers])
         if self.gather:
             schedules += self._by_inputs(self.gather, [1, *(n for n in numbers if self.gather.heads % n == 0)])
@@ -208,33 +203,22 @@ class LayerCommunication:
             for names in (["v", "qk"], ["qkv"])
         ]
 
-    def _head_groups(self) -> list[int]:
-        """Return the numbers of head groups that a lossless layer tries.
+    def _head_groups(self, resharding: Resharding) -> list[int]:
+        """Return the numbers of head groups that a lossless layer tries, or a coded one with gathered K and V.
 
         With a ring none is predicted: its messages share the links with those of other head groups.
         """
         if self.split.ring > 1:
             return []
-        inputs, output = self.by_heads.tensor_bytes("qkv"), self.by_heads.tensor_bytes("o")
-        profile = self.by_heads.profile(inputs)
-        plan_for = functools.partial(planner.choose_plan, profile)
-        numbers = head_groups.divisors_to_try(self.by_heads.heads)
-        return [
-            groups
-            for fewer, groups in zip([1, *numbers], numbers, strict=False)
-            if head_groups.head_groups_pay(profile, plan_for, inputs, output, groups, fewer)
-        ]
-
-    def _coded_head_groups(self) -> list[int]:
-        """Return the numbers of head groups that a coded layer with gathered K and V tries."""
-        gather = self.resharding
-        inputs, output = gather.tensor_bytes("qkv"), gather.tensor_bytes("o")
-        profile, numbers = gather.profile(inputs), head_groups.divisors_to_try(gather.heads, gather.kv_heads)
-        return [
-            groups
-            for fewer, groups in zip([1, *numbers], numbers, strict=False)
-            if head_groups.gathered_head_groups_pay(profile, gather.gathered, inputs, output, groups, fewer)
-        ]
+        inputs, output = resharding.tensor_bytes("qkv"), resharding.tensor_bytes("o")
+        profile, numbers = resharding.profile(inputs), head_groups.divisors_to_try(resharding.heads)
+        if resharding.gathered:
+            pay = functools.partial(head_groups.gathered_head_groups_pay, profile, resharding.gathered)
+        else:
+            plan_for = functools.partial(planner.choose_plan, profile)
+            pay = functools.partial(head_groups.head_groups_pay, profile, plan_for)
+        pairs = zip([1, *numbers], numbers, strict=False)
+        return [groups for fewer, groups in pairs if pay(inputs, output, groups, fewer)]
 
     def ring_gather(self, payload: int | None) -> Message:
         """Return the all-gather of K and V in a ring, given the encoded bytes of a block."""
@@ -248,9 +232,4 @@ class LayerCommunication:
         if payload is None:
             return cost
         codec_seconds = self._num_ring_slots * block / profile.codec_bytes_per_second
-        return replace(
-            cost,
-            seconds=cost.seconds + codec_seconds,
-            operators=PLUGIN_OPERATORS + 2 * CODEC_OPERATORS,
-            codec_seconds=codec_seconds,
-        )
+        return cost.coded(codec_seconds, operators=PLUGIN_OPERATORS + 2 * CODEC_OPERATORS)

@@ -53,11 +53,8 @@ class Resharding:
         """Coordinates whose K and V a rank gathers."""
         self.num_fast = group.size // self.num_gathered
         """Ranks over which heads are divided."""
-        grouping = scenario.workload.heads_per_kv_head
-        self.heads = -(-scenario.workload.heads // grouping // self.num_fast) * grouping
-        """Heads of Q on a rank, including zero-padded heads."""
-        self.kv_heads = self.heads // grouping
-        """Heads of K and V."""
+        self.heads = -(-scenario.workload.heads // self.num_fast)
+        """Heads on a rank, including zero-padded heads."""
         self.padded_heads = self.heads * self.num_fast
         """Heads of all ranks, including zero-padded heads."""
 
@@ -79,7 +76,7 @@ class Resharding:
     def payloads(
         self, schedule: CodecSchedule, names: str, num_slots: int, tokens: int, bits: Sequence[float] | None
     ) -> list[int]:
-        """Return the encoded bytes of some tensors on one link, for each step of a run with these bits.
+        """Return the encoded bytes of some tensors on all links, for each step of a run with these bits.
 
         Args:
             schedule: of the mode.
@@ -93,10 +90,10 @@ class Resharding:
         for name in names:
             own = scenario.shard.num_tokens(name)
             groups, count = (tokens, own) if num_slots > 1 else (1, tokens * own)
-            heads = self.kv_heads if name in "kv" else self.heads
-            shapes.append((1, groups * scenario.rows, heads, count, scenario.workload.head_dim))
-        sizes = coded_bytes.sent_bytes(schedule, names, shapes, DTYPE, scenario.steps, bits)
-        return [max(1, num_slots) * size for size in sizes]
+            shapes.append((1, groups * scenario.rows, self.heads, count, scenario.workload.head_dim))
+        steps = scenario.steps
+        codecs = [schedule.codecs(step, steps, bits[step] if bits else None) for step in range(steps)]
+        return [num_slots * coded_bytes.link_bytes(each, names, shapes, DTYPE) for each in codecs]
 
     def by_stock(self, names: str) -> Message:
         """Return the message of some of q, k, v and o in stock."""
@@ -132,16 +129,10 @@ class Resharding:
         if payload is None:
             cost = all_to_all(profile, size, Plan.flat(self._group) if is_flat else None)
             return replace(cost, nbytes=size, copies=copies, operators=operators)
-        cost, num_slots = coded_all_to_all(profile, size, payload, slow_axes), num_ranks_along(self._group, slow_axes)
+        num_slots, operators = num_ranks_along(self._group, slow_axes), operators + CODEC_OPERATORS * len(names)
         codec_seconds = size * (num_slots - 1) / num_slots / profile.codec_bytes_per_second
-        return replace(
-            cost,
-            seconds=cost.seconds + codec_seconds,
-            nbytes=size,
-            copies=copies,
-            operators=operators + CODEC_OPERATORS * len(names),
-            codec_seconds=codec_seconds,
-        )
+        cost = coded_all_to_all(profile, size, payload, slow_axes)
+        return cost.coded(codec_seconds, nbytes=size, copies=copies, operators=operators)
 
     def _gathering(self, names: str, size: int, payload: float | None, groups: int) -> Message:
         """Return a message that crosses the fast axes by heads, and then the others, which only K and V do."""
@@ -164,12 +155,5 @@ class Resharding:
                 codec_seconds = self.num_gathered * block / 2 / profile.codec_bytes_per_second
                 copies += 1
                 operators += PLUGIN_OPERATORS // 2 + CODEC_OPERATORS * len(gathered)
-        cost = Message.sum(costs)
-        return replace(
-            cost,
-            seconds=cost.seconds + codec_seconds,
-            nbytes=size if costs else 0.0,
-            copies=copies,
-            operators=operators,
-            codec_seconds=codec_seconds,
-        )
+        work = {"nbytes": size if costs else 0.0, "copies": copies, "operators": operators}
+        return Message.sum(costs).coded(codec_seconds, **work)

@@ -77,4 +77,4 @@ class Scenario:
 
     def message_bytes(self, name: str) -> int:
         """Return the bytes per rank of one of q, k, v and o."""
-        return self.rows * self.shard.num_tokens(name) * self.workload.width_of(name) * BYTES_PER_VALUE
+        return self.rows * self.shard.num_tokens(name) * self.workload.width * BYTES_PER_VALUE

@@ -4,9 +4,10 @@ Computation follows the rates of the accelerator. Communication follows the plan
 plans on measured machines. Nothing is measured here.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from xfuser_cocodiff.tools.simulation.communication import LayerCommunication
 from xfuser_cocodiff.tools.simulation.layer_time import INSTANT, compute, layer_time
@@ -33,8 +34,6 @@ class StepEstimate:
     """Bytes that the ring sends along each axis."""
     reference_bytes: int
     """Memory of all link references."""
-    compact_reference_bytes: int
-    """Memory of all link references without prediction."""
     a2a_seconds: float
     """Seconds of all all-to-alls and gathers of K and V beside them, hidden ones included."""
     ring_seconds: float
@@ -77,8 +76,7 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
     """Predict a step of a split in a mode of the plugin, or in stock."""
     costs, accelerator = LayerCommunication(scenario, split, mode), scenario.accelerator or INSTANT
     reshardings = {False: costs.by_heads, True: costs.gather or costs.by_heads}
-    sent_bytes, ring_bytes = defaultdict[str, float](float), defaultdict[str, float](float)
-    a2a_seconds = ring_seconds = compute_seconds = host_seconds = step_seconds = gathering = 0.0
+    totals, sent_bytes, ring_bytes = (Counter[str]() for _ in range(3))
     for payloads, num_steps in Counter(costs.payloads()).items():
         schedules, ring = costs.schedules(payloads), costs.ring_gather(payloads.ring)
         for kind in scenario.workload.kinds:
@@ -92,33 +90,31 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
                 for each in schedules
             ]
             time, schedule = min(zip(times, schedules, strict=True), key=lambda pair: pair[0].seconds)
-            gathering += weight * schedule.gathers_kv
             for message in schedule.messages:
-                _add_weighted(sent_bytes, message.sent_bytes, weight)
-                a2a_seconds += weight * message.seconds
-            _add_weighted(ring_bytes, ring.sent_bytes, weight)
-            ring_seconds += weight * ring.seconds
-            compute_seconds += weight * computations[schedule.gathers_kv].device
-            host_seconds += weight * time.host
-            step_seconds += weight * time.seconds
-    references = costs.references()
-    return StepEstimate(
+                sent_bytes.update(_weighted(message.sent_bytes, weight))
+            ring_bytes.update(_weighted(ring.sent_bytes, weight))
+            seconds = {
+                "a2a_seconds": sum(message.seconds for message in schedule.messages),
+                "ring_seconds": ring.seconds,
+                "compute_seconds": computations[schedule.gathers_kv].device,
+                "host_seconds": time.host,
+                "step_seconds": time.seconds,
+                "gathering": schedule.gathers_kv,
+            }
+            totals.update(_weighted(seconds, weight))
+    gathers_most = totals.pop("gathering") > scenario.layer_calls / 2
+    estimate = StepEstimate(
         split=split,
         mode=mode,
-        gathered=costs.gather.gathered if costs.gather and gathering > scenario.layer_calls / 2 else (),
+        gathered=costs.gather.gathered if costs.gather and gathers_most else (),
         is_left_lossless=costs.is_left_lossless,
         sent_bytes=dict(sent_bytes),
         ring_bytes=dict(ring_bytes),
-        reference_bytes=scenario.workload.layers * sum(call.predicted for call in references),
-        compact_reference_bytes=scenario.workload.layers * sum(call.single for call in references),
-        a2a_seconds=a2a_seconds,
-        ring_seconds=ring_seconds,
-        compute_seconds=compute_seconds,
-        host_seconds=host_seconds,
-        step_seconds=step_seconds if scenario.accelerator else None,
+        reference_bytes=scenario.workload.layers * sum(call.predicted for call in costs.references()),
+        **totals,
     )
+    return estimate if scenario.accelerator else replace(estimate, step_seconds=None)
 
 
-def _add_weighted(total: defaultdict[str, float], by_axis: Mapping[str, float], weight: float) -> None:
-    for axis, count in by_axis.items():
-        total[axis] += weight * count
+def _weighted(figures: Mapping[str, float], weight: float) -> Any:
+    return {name: weight * value for name, value in figures.items()}

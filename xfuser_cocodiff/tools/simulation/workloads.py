@@ -43,8 +43,6 @@ class Workload:
     """Sequential calls per step: 2 where guidance needs a second call."""
     rows_per_image: int = 1
     """Batch rows per image: 2 where guidance is batched."""
-    heads_per_kv_head: int = 1
-    """Heads of Q for each head of K and V; 1 in all of these models."""
     combines_qkv: bool = False
     """Whether stock xDiT sends Q, K and V in one all-to-all; else in three."""
 
@@ -68,10 +66,6 @@ class Workload:
     def latent_frames(self) -> int:
         """Frames after the VAE; 1 for images."""
         return (self.frames - 1) // _FRAMES_PER_LATENT + 1 if self.frames else 1
-
-    def width_of(self, name: str) -> int:
-        """Return the number of values of a token in one of q, k, v and o."""
-        return self.width // self.heads_per_kv_head if name in "kv" else self.width
 
     def size(self, resolution: int) -> tuple[int, int]:
         """Return width and height in pixels: a square image, or a video of 16:9 with `resolution` rows."""
