@@ -25,7 +25,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["xfuser_cocodiff", "xfuser_cocodiff.*"]),
-    package_data={"xfuser_cocodiff.tools.comparison": ["*.html"], "xfuser_cocodiff.tools.simulation": ["*.json"]},
+    package_data={"": ["*.html", "*.json"]},
     install_requires=[
         "xfuser>=0.7.0,<0.8",
         "torch>=2.8",

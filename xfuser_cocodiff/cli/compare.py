@@ -1,6 +1,8 @@
 """`cocodiff compare`: compares runs of stock xDiT and of the plugin, and writes a report."""
 
 import argparse
+import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--launcher",
+        type=_words,
         metavar="COMMAND",
         help="command that starts the ranks instead of torchrun, such as 'mpiexec -n {ranks} --ppn 12 ./start_rank'; "
         "it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all ranks need access to the --out "
@@ -51,6 +54,13 @@ def _modes(text: str) -> tuple[str, ...]:
     if not {*modes} <= {*MODES} or len({*modes}) < len(modes):
         raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid are {', '.join(MODES)}, each at most once")
     return modes
+
+
+def _words(text: str) -> list[str]:
+    with contextlib.suppress(ValueError):
+        if words := shlex.split(text):
+            return words
+    raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid is a command line")
 
 
 def run(options: argparse.Namespace) -> int:

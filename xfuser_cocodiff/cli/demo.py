@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -59,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
 
     print("Part 1 of 2: equal links, stock xDiT and the plugin; about one minute on two cores", flush=True)
     # The launcher of part 2 is used here too: the xdit command would import all of xDiT once more.
-    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc_per_node={{ranks}}"
-    if (status := _compare(options, equal_links, (), f"{torchrun} --no-python --", arguments)) > 1:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node={ranks}"]
+    if (status := _compare(options, equal_links, (), [*torchrun, "--no-python", "--"], arguments)) > 1:
         return status
     emulated = [sys.executable, str(repository / "emulation"), "--preset", "ethernet", "--scale", "10"]  # 25 Mbit/s
     emulated += ["--topology", _topology(arguments), "--"]
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("Part 2 of 2: slow links between two nodes, stock xDiT and three modes; about three minutes", flush=True)
         modes = () if command_line.option_value(arguments, "cocodiff_mode") else MODES
-        status = max(status, _compare(options, options.out, modes, shlex.join(emulated), arguments))
+        status = max(status, _compare(options, options.out, modes, emulated, arguments))
     if not page.exists():
         shutil.copy(equal_links / "report.html", page)
     print("The demo's model is small: its dB do not carry over to real ones; errors and bits are its own.")
@@ -83,7 +82,9 @@ def _repository() -> Path | None:
     return next((place for place in places if (place / "models/hub.py").is_file()), None)
 
 
-def _compare(options: argparse.Namespace, out: Path, modes: Sequence[str], launcher: str, line: Sequence[str]) -> int:
+def _compare(
+    options: argparse.Namespace, out: Path, modes: Sequence[str], launcher: Sequence[str], line: Sequence[str]
+) -> int:
     given = {"records": [], "repeats": 3, "json": None, "command": options.command, "xdit_arguments": line}
     return compare.run(argparse.Namespace(out=out, modes=modes, launcher=launcher, **given))
 

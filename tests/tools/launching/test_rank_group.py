@@ -10,7 +10,7 @@ from xfuser_cocodiff.tools.launching import rank_group
 
 def timeouts(rank: int) -> list[float]:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # not used: the ranks have a store already
-    world = rank_group.start(timeout=77, ring=2)
+    world = rank_group.start(timeout=77)
     return [timeout_of(group, CPU).total_seconds() for group in (world, *rank_group.process_groups())]
 
 

@@ -58,6 +58,16 @@ class RecordedRuns:
         return [run for repeat in self.repeats for run in repeat]
 
     @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of a run."""
+        return len(self.runs[-1]["steps"])
+
+    @property
     def step_seconds(self) -> list[float]:
         """Step time of each repeat, in seconds."""
         return [record.step_seconds(repeat) for repeat in self.repeats]
@@ -80,11 +90,10 @@ def compare(folders: Sequence[Path], out: Path, repeats: int) -> dict[str, Any]:
     if mode := stock.settings.get("mode"):
         raise record.RecordError(f"{stock.folder}: recorded in mode {mode}; the first folder must be of stock xDiT")
     for variant in plugins:
-        for what, of_variant in (("ranks", _num_ranks), ("steps", _num_steps)):
-            if of_variant(variant) != of_variant(stock):
+        for what in ("ranks", "steps"):
+            if (count := getattr(variant, f"num_{what}")) != (expected := getattr(stock, f"num_{what}")):
                 raise record.RecordError(
-                    f"{variant.folder}: {of_variant(variant)} {what}, and {of_variant(stock)} in {stock.folder}; "
-                    "record the same command twice"
+                    f"{variant.folder}: {count} {what}, and {expected} in {stock.folder}; record the same command twice"
                 )
     return {
         **record_header.header(),
@@ -98,24 +107,11 @@ def compare(folders: Sequence[Path], out: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def _num_ranks(variant: RecordedRuns) -> int:
-    return len(variant.ranks)
-
-
-def _num_steps(variant: RecordedRuns) -> int:
-    return len(variant.runs[-1]["steps"])
-
-
 def _names(plugins: Sequence[RecordedRuns]) -> list[str]:
     """Return the names of stock and of the variants: modes, and folders where they do not tell them apart."""
     names = [variant.settings.get("mode") or variant.folder.name for variant in plugins]
-    return [
-        STOCK,
-        *(
-            f"{name} ({variant.folder.name})" if names.count(name) > 1 else name
-            for name, variant in zip(names, plugins, strict=True)
-        ),
-    ]
+    pairs = zip(names, (variant.folder.name for variant in plugins), strict=True)
+    return [STOCK, *(f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in pairs)]
 
 
 def _metrics(variant: RecordedRuns, stock: RecordedRuns, out: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A launch holds runs (pipeline calls). The runs that are compared are its repeats; a repeat is a list over ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -70,7 +70,7 @@ def step_seconds(repeat: Repeat) -> float:
     The first step does not count, nor do steps with timed communication, which other runs do not have, unless there
     are no others.
     """
-    steps = [max(of_ranks) for of_ranks in _by_step(repeat, lambda step: step["seconds"])]
+    steps = [max(step["seconds"] for step in of_ranks) for of_ranks in _by_step(repeat)]
     return median(_without_first(steps, [not each for each in _timed(repeat)]))
 
 
@@ -79,7 +79,10 @@ def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
 
     The result is empty at degree 1, and also where collectives run inside a compiled graph, which cannot be timed.
     """
-    return _by_axis(repeats, "a2a_seconds", lambda steps, timed: median(_without_first(steps, timed)), median)
+    return {
+        axis: median(median(_without_first(*each)) for each in zip(steps, map(_timed, repeats), strict=True))
+        for axis, steps in _by_axis(repeats, "a2a_seconds").items()
+    }
 
 
 def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
@@ -101,23 +104,15 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
 def errors(repeats: Sequence[Repeat]) -> dict[str, Any]:
     """Return errors and bits as :class:`RunErrors` names them, each a mean over ranks and repeats."""
     runs = [run for repeat in repeats for run in repeat]
-    return {
-        **{key: _mean(run.get(key) for run in runs) for key in ("mean_error", "bits")},
-        **{key: _mean_of_each(run.get(key, {}) for run in runs) for key in ("error", "yardsticks")},
-    }
+    figures = {key: _mean_of_each({key: run.get(key)} for run in runs).get(key) for key in ("mean_error", "bits")}
+    return {**figures, **{key: _mean_of_each(run.get(key, {}) for run in runs) for key in ("error", "yardsticks")}}
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that there are; None if there are none."""
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
-
-
-def _mean_of_each(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each figure, by its name."""
+def _mean_of_each(figures: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return the mean of the values of each figure, by its name."""
     by_name: dict[str, list[float]] = {}
-    for each in figures:
-        for name, value in each.items():
+    for name, value in (item for each in figures for item in each.items()):
+        if value is not None:
             by_name.setdefault(name, []).append(value)
     return {name: fmean(values) for name, values in by_name.items()}
 
@@ -127,27 +122,22 @@ def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
 
     The result is empty in the cases of :func:`a2a_seconds`.
     """
-    sent = _by_axis(repeats, "sent_bytes", lambda steps, timed: fmean(steps), fmean)
-    return {axis: round(count) for axis, count in sent.items()}
+    return {axis: round(fmean(map(fmean, steps))) for axis, steps in _by_axis(repeats, "sent_bytes").items()}
 
 
-def _by_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
+def _by_axis(repeats: Sequence[Repeat], key: str) -> dict[str, list[list[float]]]:
+    """Return for each axis and repeat a figure of each step, the mean over ranks."""
     axes = sorted({axis for repeat in repeats for run in repeat for step in run["steps"] for axis in step[key]})
 
-    def aggregate(axis: str) -> float:
-        means = (_mean_by_step(repeat, lambda step: step[key].get(axis, 0)) for repeat in repeats)
-        return over_repeats(map(over_steps, means, map(_timed, repeats)))
+    def of_steps(axis: str, repeat: Repeat) -> list[float]:
+        return [fmean(step[key].get(axis, 0) for step in of_ranks) for of_ranks in _by_step(repeat)]
 
-    return {axis: aggregate(axis) for axis in axes}
-
-
-def _mean_by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[float]:
-    return [fmean(values) for values in _by_step(repeat, value)]
+    return {axis: [of_steps(axis, repeat) for repeat in repeats] for axis in axes}
 
 
-def _by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[tuple[float, ...]]:
-    """Return one tuple per step with the value of each rank."""
-    return list(zip(*([value(step) for step in run["steps"]] for run in repeat), strict=True))
+def _by_step(repeat: Repeat) -> Iterable[tuple[dict[str, Any], ...]]:
+    """Return what each rank recorded of each step."""
+    return zip(*(run["steps"] for run in repeat), strict=True)
 
 
 def _timed(repeat: Repeat) -> list[bool]:

@@ -1,7 +1,6 @@
 """Command lines of xDiT: their options, and how to launch them."""
 
 import importlib.util
-import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,6 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
     return value
 
 
-def without_flag(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments without a flag that has no value."""
-    return _drop_options(arguments, {name: False})
-
-
 def _is_option(argument: str, name: str) -> bool:
     return argument.startswith("--") and argument[2:].replace("-", "_") == name
 
@@ -42,10 +36,10 @@ def _is_option(argument: str, name: str) -> bool:
 def stock_arguments(arguments: Sequence[str]) -> list[str]:
     """Return a command line without the plugin's options, except --cocodiff_share_device, which acts without it."""
     ours = {option.field: option.default is not False for option in OPTIONS if option.field != SHARE_FIELD}
-    return _drop_options(arguments, ours)
+    return drop_options(arguments, ours)
 
 
-def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
+def drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
     """Return the arguments without some options, given by name and whether they have a value."""
     remaining: list[str] = []
     is_value = False
@@ -61,22 +55,18 @@ def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[s
     return remaining
 
 
-def launch_command(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
+def launch_command(arguments: Sequence[str], launcher: Sequence[str] | None = None) -> list[str]:
     """Return the command that starts all ranks of an example script or of the xdit command.
 
     Args:
         arguments: an example script and its arguments, or those of the xdit command.
-        launcher: command that starts the ranks instead of torchrun, such as "mpiexec -n {ranks} ./start_rank"; their
-            number replaces {ranks}. It sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on each rank.
+        launcher: words of the command that starts the ranks instead of torchrun; their number replaces {ranks}. It
+            sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on each rank.
     """
     if launcher is not None:
-        program = [] if is_script(arguments) else ["-m", "xfuser.runner"]
-        return [
-            *shlex.split(launcher.replace("{ranks}", str(num_ranks(arguments)))),
-            sys.executable,
-            *program,
-            *arguments,
-        ]
+        program = [sys.executable] if is_script(arguments) else [sys.executable, "-m", "xfuser.runner"]
+        ranks = str(num_ranks(arguments))
+        return [*(word.replace("{ranks}", ranks) for word in launcher), *program, *arguments]
     if is_script(arguments):
         ranks = f"--nproc_per_node={num_ranks(arguments)}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]

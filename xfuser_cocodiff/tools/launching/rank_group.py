@@ -18,7 +18,7 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
         ring: ring degree; Ulysses groups join neighboring ranks.
 
     Raises:
-        ValueError: no launcher started this process, or the ring degree does not divide the number of ranks.
+        ValueError: no launcher started this process.
     """
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(
@@ -27,16 +27,13 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
     from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if ring < 1 or world % ring:
-        raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
     activation.activate()  # failure detection also while stock runs
     init_distributed_environment(rank=rank, world_size=world, local_rank=local_device.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
-    group, *subgroups = [dist.group.WORLD, *process_groups()]
     if timeout:
-        for each in (group, *subgroups):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), each)
-    return group
+        for group in (dist.group.WORLD, *process_groups()):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+    return dist.group.WORLD
 
 
 def process_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -36,6 +36,8 @@ class SingleRankPipeline:
         self.pipe: Any = self._runner.model.pipe
         self.pipe.to(dtype)
         self.pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
+        self.makes_videos = self.accepts_argument("num_frames")
+        """Whether the pipeline generates videos."""
         if self.makes_videos:
             self.pipe.vae.enable_slicing()  # HunyuanVideo 1.5's autoencoder decodes one video at a time
 
@@ -50,11 +52,6 @@ class SingleRankPipeline:
     def accepts_argument(self, argument: str) -> bool:
         """Return whether the pipeline has an argument of this name."""
         return argument in inspect.signature(self.pipe.__call__).parameters
-
-    @property
-    def makes_videos(self) -> bool:
-        """Whether the pipeline generates videos."""
-        return self.accepts_argument("num_frames")
 
     def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:
         """Run the pipeline and return its output.

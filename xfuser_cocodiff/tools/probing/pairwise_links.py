@@ -15,8 +15,8 @@ from xfuser_cocodiff.engine.comm import failure_detection
 
 TIMEOUT_SECONDS = 120.0
 
-PINGS = 15
-"""Round trips per pair. The minimum counts: longer ones contain scheduling delays of the host."""
+PINGS, PING_BYTES = 15, 8
+"""Short messages per pair, and their bytes. The minimum counts: longer times contain scheduling delays of the host."""
 FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 14, 1 << 26, 4
 """Message sizes: the first is ten packets of a slow link, the last fits any memory."""
 ENOUGH_SECONDS = 0.02
@@ -34,7 +34,7 @@ class Pairs:
     """
 
     latency_seconds: np.ndarray
-    """Half the round-trip time of 8 bytes."""
+    """Time until 8 bytes have arrived while both ranks of a pair send."""
     bytes_per_second: np.ndarray
     """Bidirectional bandwidth while every rank communicates with at most one peer."""
 
@@ -45,7 +45,10 @@ class Pairs:
 
     def to_json(self) -> dict[str, Any]:
         """Return the matrices as lists of rows, with null on the diagonal."""
-        return {name: _rows(matrix) for name, matrix in vars(self).items()}
+        return {
+            name: [[None if math.isnan(value) else value for value in row] for row in matrix.tolist()]
+            for name, matrix in vars(self).items()
+        }
 
 
 def measure_pairs(
@@ -96,26 +99,15 @@ class _PairProbe:
     def measure(self) -> Pairs:
         failure_detection.start_heartbeat()
         self._gather_from_all(torch.zeros(1))  # a barrier, which also makes the backend connect all ranks
-        latency, bandwidth = (np.zeros((self._size, self._size)) for _ in range(2))
+        latency, bandwidth = ([math.nan] * self._size for _ in range(2))  # from each peer to this rank
         for peers in rounds(self._size):
             if (peer := peers[self._rank]) != self._rank:
-                # Indexed from the sending peer to this rank.
-                latency[peer, self._rank] = self._latency(peer)
-                bandwidth[peer, self._rank] = self._bandwidth(peer)
+                latency[peer], bandwidth[peer] = self._latency(peer), self._bandwidth(peer)
         return Pairs(self._assemble(latency), self._assemble(bandwidth))
 
     def _latency(self, peer: int) -> float:
-        times = []
-        message = torch.zeros(8, dtype=torch.uint8, device=self._device)
-        sends_first = self._rank < peer
-        self._exchange(peer, 1)  # opens the connection
-        for _ in range(PINGS):
-            started = time.perf_counter()
-            for sends in (sends_first, not sends_first):
-                self._wait(self._post(dist.isend if sends else dist.irecv, message, peer), peer)
-            times.append(time.perf_counter() - started)
-        # Without the first round trip, whose message may have arrived before the timer started.
-        return min(times[1:]) / 2
+        times = [self._exchange(peer, PING_BYTES) for _ in range(PINGS)]
+        return min(times[1:])  # the first one opens the connection
 
     def _bandwidth(self, peer: int) -> float:
         size, seconds = FIRST_BYTES, self._exchange(peer, FIRST_BYTES)
@@ -129,7 +121,7 @@ class _PairProbe:
     def _decide(self, peer: int, proposal: bool) -> bool:
         """Return the proposal of the lower of the two ranks, so that both make the same decision."""
         decision = torch.tensor([proposal], dtype=torch.uint8, device=self._device)
-        self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, decision, peer), peer)
+        self._wait(self._post((dist.isend if self._rank < peer else dist.irecv, decision, peer)), peer)
         return bool(decision.item())
 
     def _exchange(self, peer: int, size: int) -> float:
@@ -140,16 +132,13 @@ class _PairProbe:
             started = time.perf_counter()
             # Receives come first: gloo announces them on the same connection, where they would queue behind a message
             # that is being sent, which would serialize the two directions.
-            receive, *send = self._post_all([(dist.irecv, received, peer), (dist.isend, sent, peer)])
+            receive, *send = self._post((dist.irecv, received, peer), (dist.isend, sent, peer))
             self._wait([receive], peer)
             seconds = time.perf_counter() - started
             self._wait(send, peer)
         return seconds
 
-    def _post(self, operation: Any, message: torch.Tensor, peer: int) -> list[dist.Work]:
-        return self._post_all([(operation, message, peer)])
-
-    def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]]) -> list[dist.Work]:
+    def _post(self, *operations: tuple[Any, torch.Tensor, int]) -> list[dist.Work]:
         """Start sends and receives as one batch, as NCCL requires; return one work per operation if the backend can."""
         with self._reporting({peer for *_, peer in operations}):
             return dist.batch_isend_irecv(
@@ -179,13 +168,6 @@ class _PairProbe:
         self._wait([work], *all_ranks)
         return torch.stack(gathered).cpu()
 
-    def _assemble(self, column: np.ndarray) -> np.ndarray:
+    def _assemble(self, column: list[float]) -> np.ndarray:
         """Return the matrix of which every rank holds its own column."""
-        columns = self._gather_from_all(torch.tensor(column[:, self._rank], dtype=torch.float32))
-        gathered = columns.numpy().T.astype(float)
-        np.fill_diagonal(gathered, math.nan)
-        return gathered
-
-
-def _rows(matrix: np.ndarray) -> list[list[float | None]]:
-    return [[None if math.isnan(value) else value for value in row] for row in matrix.tolist()]
+        return self._gather_from_all(torch.tensor(column)).numpy().T.astype(float)
