@@ -1,13 +1,15 @@
 """`cocodiff probe` on real ranks: a record with consistent figures, which the planner reads."""
 
+import contextlib
+import io
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff import cli
@@ -19,25 +21,18 @@ from xfuser_cocodiff.tools.launching import rank_group
 NOISY = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
 
 
+def probe(rank: int, file: Path) -> str:
+    """Return what the command prints on a rank."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # not used: the ranks have a store already
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(dist, "destroy_process_group"):
+        assert cli.main(["probe", "--json", str(file)]) == 0
+    return printed.getvalue()
+
+
 def test_ranks_write_one_record_and_only_the_first_prints(tmp_path: Path) -> None:
-    """Import messages of transformers and xDiT are turned off."""
     file = tmp_path / "probe.json"
-    usual = {name: value for name, value in os.environ.items() if name not in NOISY}
-    usual |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
-    program = [sys.executable, "-m", "xfuser_cocodiff.cli", "probe", "--json", file]
-    started = [
-        subprocess.Popen(
-            program,
-            env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    first, second = (process.communicate(timeout=ranks.SLOW_TIMEOUT)[0] for process in started)
-    record = json.loads(file.read_text())
-    profile = Profile.read(file)
+    first, second = ranks.run(probe, 2, file)
+    record, profile = json.loads(file.read_text()), Profile.read(file)
     assert first.startswith(f"inferred topology: {record['topology_inferred']}\n") and second == ""
     assert str(profile.topology) == record["topology"] == record["topology_inferred"]
     assert [axis["name"] for axis in record["axes"]] == [axis.name for axis in profile.topology.axes]

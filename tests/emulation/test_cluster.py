@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,17 +97,13 @@ def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
         ("--rates flat=1 -- true", "--topology: "),
         ("--preset mars -- true", "argument --preset: invalid choice: 'mars' (choose from "),
         ("--topology 2x2 --rates node=1 -- true", "valid are Mbit/s of node, gpu, or of flat alone"),
-        ("--topology 2x2 --rates node=1,gpu=1,gpu=2 -- true", "valid are Mbit/s of node, gpu"),
         ("--topology 2x2 --rates node=fast,gpu=1 -- true", "valid are Mbit/s of node, gpu"),
         ("--topology 2x2 --rates node=0.01,gpu=1 -- true", "node=0.01 Mbit/s is not valid; valid are 0.1 to 10000"),
         ("--preset aurora --scale 1000 -- true", "valid are 0.1 to 10000"),
-        ("--preset aurora --scale 0 -- true", "valid are 0.1 to 10000"),
-        ("--preset aurora --scale fast -- true", "argument --scale: invalid float value: 'fast'"),
         ("--topology rack=2 --preset aurora -- true", "--topology: topology 'rack=2' has the unknown axis"),
         ("--topology flat=2 --preset aurora -- true", "--preset aurora has no rate of flat"),
         ("--topology 1x1 --preset aurora -- true", "has 1 ranks; a cluster has 2 to 254"),
         ("--topology flat=500 --rates flat=1 -- true", "has 500 ranks; a cluster has 2 to 254"),
-        ("--preset aurora --chek -- true", "unrecognized arguments: --chek"),
         ("--preset aurora -- no-such-command", "no-such-command"),
     ],
 )
@@ -196,58 +191,6 @@ def finish(launcher: subprocess.Popen, status: int = 0) -> tuple[list[str], list
     output, error = launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == status, error
     return output.splitlines(), error.splitlines()
-
-
-MEASURING = """
-import os, sys, time, torch, torch.distributed as dist
-from emulation import links
-assert sorted(os.listdir("/sys/class/net")) == ["eth0", "lo"]
-dist.init_process_group("gloo")
-value = torch.full((1000,), dist.get_rank() + 1.0)
-dist.all_reduce(value)
-size = dist.get_world_size()
-assert torch.equal(value, torch.full((1000,), size * (size + 1) / 2))
-cluster = links.from_environment()
-for axis in cluster.rates:
-    sent = {}  # for each link a second's bytes, to all ranks that it leads to
-    for link in cluster.links(dist.get_rank()):
-        for peer in link.ranks if link.axis == axis else ():
-            sent[peer] = torch.zeros(round(cluster.rates[axis] * 1e6 / 8 / len(link.ranks)), dtype=torch.uint8)
-    # Before the others send: gloo announces a receive on the same connection, where it would queue behind data.
-    works = [dist.irecv(message.clone(), peer) for peer, message in sent.items()]
-    dist.barrier()
-    started = time.perf_counter()
-    for work in [*works, *(dist.isend(message, peer) for peer, message in sent.items())]:
-        work.wait()
-    sys.stdout.write(f"{axis} {time.perf_counter() - started}\\n")  # in one piece
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow  # test_transfer_time_is_bytes_over_rate_and_a_shared_link_is_divided_equally is quick
-@pytest.mark.alone
-@needs_namespaces
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--preset", "aurora", "--scale", "0.1"],
-        ["--topology", "2x2", "--rates", "node=8,gpu=20", "--scale", "1.5"],
-        ["--topology", "flat=3", "--rates", "flat=10"],
-    ],
-    ids=["aurora", "scaled", "flat"],
-)
-def test_links_have_the_requested_rates(options: list[str]) -> None:
-    output, error = finish(start(options, MEASURING))
-    assert error == []
-    seconds: dict[str, list[float]] = {}
-    for line in output:
-        if "[Gloo]" not in line:  # which PyTorch 2.8 says of its connections
-            axis, taken = line.split()
-            seconds.setdefault(axis, []).append(float(taken))
-    assert seconds
-    for found in seconds.values():
-        assert statistics.median(found) == pytest.approx(1, rel=0.15), seconds
 
 
 @pytest.mark.alone

@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
-from models import hub, qwen_image, tokenizers
+from models import hub
 from tests.quick import slow_but
 
 SMALL = {"height": 128, "width": 128}
@@ -62,10 +62,3 @@ def test_input_image_is_written_for_models_that_take_one(tmp_path: Path, monkeyp
         assert (tmp_path / hub.INPUT_IMAGE).exists() == takes_image
     image = Image.open(tmp_path / hub.INPUT_IMAGE)
     assert (image.size, image.mode) == ((256, 256), "RGB") and np.asarray(image).std() > 20
-
-
-def test_prompts_of_qwen_image_edit_have_the_vision_tokens() -> None:
-    tokenizer = tokenizers.qwen2(image_token="<|image_pad|>")
-    image = Image.new("RGB", (1024, 1024))
-    inputs = qwen_image.processor(tokenizer)(text=["a <|image_pad|> cat"], images=image, return_tensors="pt")
-    assert inputs["input_ids"].eq(tokenizer.image_token_id).sum() == qwen_image.VISION_TOKENS

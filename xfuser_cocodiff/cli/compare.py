@@ -65,14 +65,11 @@ def _words(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from rich.console import Console
-
     from xfuser_cocodiff.tools.comparison import compare, launch, record, report
     from xfuser_cocodiff.tools.launching import command_line
     from xfuser_cocodiff.tools.launching.command_line import option_value
     from xfuser_cocodiff.tools.reporting import formatting
 
-    console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {formatting.INSTALL_REPORT_EXTRA}")
     if len(options.records) == 1 or (options.records and options.xdit_arguments):
@@ -83,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             arguments = options.xdit_arguments
             if given := not command_line.is_script(arguments) and option_value(arguments, "num_iterations"):
                 repeats = positive(given)
-            folders = launch.launch_variants(arguments, options.out, console, repeats, options.modes, options.launcher)
+            folders = launch.launch_variants(arguments, options.out, repeats, options.modes, options.launcher)
         options.out.mkdir(parents=True, exist_ok=True)
         comparison = {**compare.compare(folders, options.out, repeats), "command": options.command}
     except argparse.ArgumentTypeError as error:
@@ -95,18 +92,33 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED_STATUS
     page = report.write(comparison, options.out)
     write_json(options, comparison)
-    console.print("", *_lines(comparison), "", f"Report: {page}", sep="\n")
+    print("", *_lines(comparison), "", f"Report: {page}", sep="\n")
     return 0 if report.passed(comparison) else 1
 
 
 def _lines(comparison: dict[str, Any]) -> Sequence[str]:
     """Return verdicts and notes of a comparison, and its table last."""
     from xfuser_cocodiff.tools.comparison import report, summary
+    from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED, format_bytes
 
     pairs, lines = report.split_by_variant(comparison), []
     for pair in pairs:
         if len(pairs) == 1 or not report.passed(pair):
             lines.append("{}. {}".format(*report.verdict(pair)))
         lines += [note for note in report.notes(pair) if note not in lines]
-    lines += summary.exchange_lines(comparison) + summary.error_lines(comparison)
-    return [*lines, "", summary.format_table(comparison), "", summary.sentence(comparison)]
+    for run in comparison["runs"]:
+        if run["exchange"]:
+            sent = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in (run["bytes"] or {}).items())
+            how = ", ".join(f"{axis} {each}" for axis, each in run["exchange"].items())
+            lines.append(f"Exchange of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
+    lines += [
+        f"{run['name']}: {summary.error_text(run)}" for run in comparison["runs"] if run["mean_error"] is not None
+    ]
+    return [*lines, "", _table(summary.table_rows(comparison)), "", summary.sentence(comparison)]
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [(line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]) for line in lines]
+    return "\n".join(map("   ".join, aligned))

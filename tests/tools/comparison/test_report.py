@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.tools.comparison import charts, fidelity, record, report
+from xfuser_cocodiff.tools.comparison import fidelity, record, report
 from xfuser_cocodiff.tools.comparison.compare import compare
 
 
@@ -149,28 +148,6 @@ def test_record_has_the_documented_keys(tmp_path: Path) -> None:
     assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/image1.png"}
 
 
-def test_chart_and_table_show_the_same_communication(tmp_path: Path) -> None:
-    """They agree although the first step differs from the others, and ranks and repeats differ from each other."""
-    first = step(0.3, node=0.08, gpu=0.02)
-    steps = [step(0.2, node=0.05 + n / 100, gpu=0.01) for n in range(4)]
-    runs = [run(first, *steps), run(first, *steps[1:], steps[0]), run(first, *steps[:3])]
-    ranks = runs[:2], runs[1::-1]
-    metrics = compared(tmp_path, ranks, ranks, repeats=2)["runs"][1]
-    axes = Figure().subplots()
-    charts._draw_bar(axes, 0, metrics)
-    gpu, node, rest = (bar.get_width() / 1000 for bar in axes.patches)
-    assert (gpu, node) == (pytest.approx(0.01), pytest.approx(0.065))
-    assert gpu + node == pytest.approx(metrics["a2a_seconds"]) == sum(metrics["a2a_seconds_by_axis"].values())
-    assert gpu + node + rest == pytest.approx(metrics["step_seconds_spread"]["median"])
-
-
-def test_communication_beside_computation_does_not_lengthen_the_bar() -> None:
-    axes = Figure().subplots()
-    spread = dict.fromkeys(("median", "min", "max"), 0.2)
-    charts._draw_bar(axes, 0, {"step_seconds_spread": spread, "a2a_seconds_by_axis": {"gpu": 0.15, "node": 0.1}})
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([150, 50, 0])
-
-
 def test_one_different_digest_is_not_bit_identical(tmp_path: Path) -> None:
     comparison = make_record(tmp_path, latents_sha256="other")
     exact = comparison["runs"][1]
@@ -269,12 +246,6 @@ def test_unknown_metrics_are_null(tmp_path: Path) -> None:
         save_file({"latents": torch.zeros(size)}, tmp_path / f"{size}.safetensors")
     files = (tmp_path / "3.safetensors", tmp_path / "4.safetensors")
     assert fidelity.compare_latents(*files) == {"max_abs": None, "psnr_db": None}
-
-
-def test_degree_one_has_zero_communication(tmp_path: Path) -> None:
-    one = [[run(step(0.1))]]
-    metrics = compared(tmp_path, one, one)["runs"][1]
-    assert (metrics["a2a_seconds"], metrics["bytes"]) == (0, {})
 
 
 class Page(HTMLParser):

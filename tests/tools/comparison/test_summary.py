@@ -63,36 +63,3 @@ def test_rows_and_sentence_show_speedup_and_quality() -> None:
 def test_bytes_cover_all_links_without_nodes(topology: str | None) -> None:
     rows = summary.table_rows({"runs": [run("stock", 1.0), run("exact", 1.0, topology=topology, bytes={"gpu": 3000})]})
     assert [row["sent"] for row in rows] == ["3.00 kB"] * 2
-
-
-def test_unknown_bytes_are_a_dash() -> None:
-    rows = summary.table_rows({"runs": [run(name, 1.0, bytes=None) for name in ("stock", "exact")]})
-    assert [row["sent between nodes"] for row in rows] == ["-"] * 2
-
-
-def test_lines_name_the_exchange_of_each_axis_and_its_bytes() -> None:
-    fast = run("fast", 1.0, exchange={"node": "kv", "gpu": "heads"}, bytes={"node": 1200, "gpu": 34_000})
-    compiled = run("exact", 1.0, exchange={"node": "heads"}, bytes=None)
-    assert summary.exchange_lines({"runs": [run("stock", 1.0, exchange={}), fast, compiled]}) == [
-        "Exchange of fast: node kv, gpu heads; sent: node 1.20 kB, gpu 34.00 kB",
-        "Exchange of exact: node heads; sent: -",
-    ]
-
-
-def test_lossy_runs_show_their_error_beside_that_of_other_codes() -> None:
-    errors = {"mean_error": 0.0221, "error": {"k": 0.0209, "v": 0.0233}, "bits": 3.42}
-    balanced = run("balanced", 1.0, **errors, yardsticks={"fp8": 0.0262, "fp4": 0.095})
-    fast = run("fast", 1.0, **{**errors, "error": {"v": 0.0221}}, yardsticks={})
-    assert summary.error_lines({"runs": [run("stock", 1.0), run("exact", 1.0), balanced, fast]}) == [
-        "balanced: error 2.2 % (K 2.1 %, V 2.3 %) at 3.4 bits per value; on the same tensors FP8 2.6 %, FP4 9.5 %",
-        "fast: error 2.2 % (V 2.2 %) at 3.4 bits per value",
-    ]
-
-
-def test_table_is_aligned() -> None:
-    stock, exact = run("stock", 0.0123, 0.0124, 0.0125), run("exact", 0.01, ratio_to_stock=0.8)
-    assert summary.format_table({"runs": [stock, exact]}).splitlines() == [
-        "                     step time              speedup   sent between nodes   PSNR to stock   result",
-        "stock   12.4 ms (12.3 to 12.5)                    -              2.00 kB               -   -",
-        "exact                  10.0 ms   1.25x (one repeat)              2.00 kB           equal   bit-identical",
-    ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests import ranks
 from tests.emulation.test_cluster import LAUNCHER, needs_namespaces
-from tests.quick import slow, slow_but
+from tests.quick import slow
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.probing import link_survey, pairwise_links
 from xfuser_cocodiff.tools.probing.pairwise_links import Pairs
@@ -78,9 +78,7 @@ def test_axes_are_inferred_from_bandwidth(shape: str, speeds: list[float], seed:
         ("2x2x2", [13.3, 12, 148], 4, "node=2,gpu=2,tile=2"),
         ("2x6x2", [13.3, 12, 148], 12, "node=2,gpu=6,tile=2"),
         ("2x6x2", [13.3, 12, 148], None, "node=12,gpu=2"),
-        ("2x6x2", [13.3, 12, 148], 9, "node=12,gpu=2"),
         ("2x4", [1, 1], 4, "node=2,gpu=4"),
-        ("flat", [1], 1, "node=8"),
         ("flat", [1], 8, "flat"),
         ("6x2", [1, 5], 12, "gpu=6,tile=2"),
         ("6x2", [1, 5], 2, "node=6,gpu=2"),
@@ -111,10 +109,6 @@ def test_inference_is_robust_to_a_few_disturbed_pairs() -> None:
     assert infer_topology(found) == Topology.parse("2x2x2", 8)
 
 
-def test_neighboring_axes_of_similar_bandwidth_are_merged() -> None:
-    assert infer_topology(synthetic("2x2x2", [1, 1.1, 5], 0, 8)) == Topology.parse("4x2", 8)
-
-
 # Real gloo ranks, on the loopback interface.
 
 
@@ -125,7 +119,7 @@ def measured(rank: int, members: list[int] | None) -> tuple[np.ndarray, ...] | N
     return tuple(vars(pairwise_links.measure_pairs(group)).values())
 
 
-@pytest.mark.parametrize(("size", "members"), [slow(1, None), (2, None), slow(3, None), (4, [1, 3])])
+@pytest.mark.parametrize(("size", "members"), [slow(3, None), (4, [1, 3])])
 def test_all_ranks_return_the_same_measurements(size: int, members: list[int] | None) -> None:
     found = [matrices for matrices in ranks.run(measured, size, members) if matrices is not None]
     assert len(found) == len(members or range(size))
@@ -135,25 +129,6 @@ def test_all_ranks_return_the_same_measurements(size: int, members: list[int] | 
             assert matrix.shape == (len(found), len(found))
             assert np.isnan(matrix.diagonal()).all()
             assert (matrix[~np.eye(len(found), dtype=bool)] > 0).all()
-
-
-def measure_without_rank_1(rank: int, how: str) -> None:
-    if rank != 1:
-        pairwise_links.measure_pairs(timeout=3)
-    elif how == "dead":
-        os._exit(1)
-    else:
-        # Joins the first collective only.
-        pairwise_links._PairProbe(None, pairwise_links.torch.device("cpu"), 60)._gather_from_all(torch.zeros(1))
-        dist.distributed_c10d._get_default_store().wait(["never"], pairwise_links.timedelta(seconds=10))
-
-
-@pytest.mark.parametrize("how", slow_but([], ["dead", "silent"]))
-def test_a_missing_rank_fails_the_probe_on_the_others(how: str) -> None:
-    found = ranks.outcomes(measure_without_rank_1, 3, how)
-    for rank in (0, 2):
-        assert isinstance(found[rank], RuntimeError)
-        assert how == "dead" or "timed out" in str(found[rank]).lower()
 
 
 def ranks_per_node(rank: int, local: list[str], nodes: str) -> int | None:
@@ -175,16 +150,7 @@ def test_ranks_per_node_needs_agreeing_launchers(local: list[str], nodes: str, e
 @pytest.mark.slow  # quicker: inference from synthetic measurements above, and the link rates of test_cluster
 @pytest.mark.alone
 @needs_namespaces
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--preset", "aurora", "--scale", "0.5"],
-        pytest.param(["--topology", "4x2", "--preset", "aurora"], marks=pytest.mark.slow),
-        pytest.param(["--topology", "flat=8", "--rates", "flat=50"], marks=pytest.mark.slow),
-    ],
-    ids=["2x2x2", "4x2", "flat"],
-)
-def test_the_emulated_topology_is_inferred(options: list[str]) -> None:
+def test_the_emulated_topology_is_inferred() -> None:
     program = """
 import os, numpy, torch, torch.distributed as dist
 torch.set_num_threads(1)
@@ -201,7 +167,6 @@ for link in built.links(0):
 dist.barrier()
 dist.destroy_process_group()
 """
-    done = subprocess.run(
-        [*LAUNCHER, *options, "--", sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    line = [*LAUNCHER, "--preset", "aurora", "--scale", "0.5", "--", sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

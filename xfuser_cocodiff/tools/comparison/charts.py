@@ -95,7 +95,9 @@ def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
         width = min(MILLISECONDS * seconds, median - left)
         axes.barh(position, width, 0.6, left, color=AXIS_COLORS.get(axis, INK), label=f"{_COMMUNICATION}{axis}")
         left += width
-    axes.barh(position, median - left, 0.6, left, color=REST_COLOR, label=_rest_label(run))
+    # The rest of a step is the whole step if communication was not measured.
+    rest = "step" if run["a2a_seconds_by_axis"] is None else "everything else"
+    axes.barh(position, median - left, 0.6, left, color=REST_COLOR, label=rest)
     axes.errorbar(median, position, xerr=[[median - low], [high - median]], color=INK, capsize=4, linewidth=1.2)
 
 
@@ -103,8 +105,3 @@ def _legend(axes: Any) -> list[Any]:
     """Return one legend entry per color, communication first."""
     entries = {handle.get_label(): handle for handle in axes.get_legend_handles_labels()[0]}
     return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith(_COMMUNICATION))
-
-
-def _rest_label(run: dict[str, Any]) -> str:
-    """Return the label for the rest of a step, which is the whole step if communication was not measured."""
-    return "step" if run["a2a_seconds_by_axis"] is None else "everything else"

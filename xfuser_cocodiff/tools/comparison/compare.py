@@ -42,11 +42,6 @@ class RecordedRuns:
         return self.ranks[0]
 
     @property
-    def latents(self) -> Path:
-        """Final latents of the last run, on rank 0."""
-        return self.settings["folder"] / "latents.safetensors"
-
-    @property
     def image(self) -> Path | None:
         """Image of the lowest rank that saved one."""
         files = (one["folder"] / f"image{one['rank']}.png" for one in self.ranks)
@@ -164,7 +159,7 @@ def _compare_latents(variant: RecordedRuns, stock: RecordedRuns) -> dict[str, An
     differing = record.differing(stock.repeats, variant.repeats)
     return {
         "bit_equal": not differing,
-        **fidelity.compare_latents(stock.latents, variant.latents),
+        **fidelity.compare_latents(*(each.ranks[0]["folder"] / "latents.safetensors" for each in (stock, variant))),
         "differs_at": differing,
         "repeatable": not any(record.differing(variant.repeats[:1], [repeat]) for repeat in variant.repeats),
     }

@@ -1,5 +1,8 @@
 """How the attention of a run has crossed each axis, for its record."""
 
+from collections.abc import Sequence
+
+from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -10,15 +13,19 @@ def of_run(session: Session) -> dict[str, str]:
     if mesh is None:
         return {}
     if session.runtime:
-        layers = {layer for report in session.runtime.reports for layer in report.errors}
-        gathered = {layer for report in session.runtime.reports for layer in report.gathered_layers}
-        has_heads, has_gather = not gathered or bool(layers - gathered), bool(gathered)
+        ways = of_codecs(session.runtime.reports)
     else:
         choices = [each.schedule.gathers_kv for each in session.layers.signatures if each.candidates]
-        has_heads, has_gather = not choices or not all(choices), any(choices)
-    along_gather = ", ".join([HEADS] * has_heads + [KV] * has_gather)
+        ways = [HEADS] * (not choices or not all(choices)) + [KV] * any(choices)
     axes = set(gather.slow_axis_names) if gather else set()
-    return {axis.name: along_gather if axis.name in axes else HEADS for axis in mesh.topology.axes if axis.size > 1}
+    return {axis: ", ".join(ways) if axis in axes else HEADS for axis in mesh.topology.moving_axes}
+
+
+def of_codecs(reports: Sequence[StepReport]) -> list[str]:
+    """Return how coded layers have crossed the slow axes, of HEADS and KV."""
+    layers = {layer for report in reports for layer in report.errors}
+    gathered = {layer for report in reports for layer in report.gathered_layers}
+    return [HEADS] * (not gathered or bool(layers - gathered)) + [KV] * bool(gathered)
 
 
 def slow_axes_of_run(session: Session) -> list[str]:

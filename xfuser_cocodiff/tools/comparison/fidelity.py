@@ -20,6 +20,15 @@ def psnr_db(reference: np.ndarray, other: np.ndarray, peak: float) -> float | No
     return 10 * math.log10(peak**2 / error) if error > 0 and peak > 0 and math.isfinite(error) else None
 
 
+def ssim(reference: np.ndarray, other: np.ndarray, peak: float, channel_axis: int | None = None) -> float:
+    """Return the structural similarity of two images (height, width[, channels]); for the peak see :func:`psnr_db`."""
+    from skimage.metrics import structural_similarity
+
+    window = min(7, *(side - (side + 1) % 2 for side in reference.shape[:2]))
+    how = {"channel_axis": channel_axis, "data_range": peak, "win_size": window}
+    return float(structural_similarity(reference, other, **how))
+
+
 def lpips(references: np.ndarray, others: np.ndarray) -> float | None:
     """Return the mean LPIPS (perceptual distance, AlexNet) over images or frames; None if it is not installed.
 
@@ -86,11 +95,7 @@ def compare_images(reference: Path | None, other: Path | None) -> dict[str, Any]
     expected, actual = read_image(reference), read_image(other)
     if expected.shape != actual.shape:
         return unknown
-    from skimage.metrics import structural_similarity
-
-    window = min(7, *(side - (side + 1) % 2 for side in expected.shape[:2]))
-    ssim = structural_similarity(expected, actual, channel_axis=2, data_range=255, win_size=window)
-    return {"psnr_db": psnr_db(expected, actual, 255), "ssim": float(ssim)}
+    return {"psnr_db": psnr_db(expected, actual, 255), "ssim": ssim(expected, actual, 255, channel_axis=2)}
 
 
 def read_image(file: Path) -> np.ndarray:

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from xfuser_cocodiff.tools.launching import command_line
 from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, SHARE_FIELD
 from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
@@ -43,7 +41,6 @@ class Variant:
 def launch_variants(
     arguments: Sequence[str],
     out: Path,
-    console: Console,
     repeats: int,
     modes: Sequence[str] = (),
     launcher: Sequence[str] | None = None,
@@ -55,7 +52,6 @@ def launch_variants(
     Args:
         arguments: of the xdit command, or an example script and its arguments.
         out: folder for records, logs and images; created if missing.
-        console: to print progress on.
         repeats: measured runs of each variant.
         modes: modes of the plugin; without any, the one that the arguments or the environment select.
         launcher: command that starts the ranks instead of torchrun; see :func:`command_line.launch_command`.
@@ -70,7 +66,7 @@ def launch_variants(
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     is_script = command_line.is_script(arguments)
-    console.print(f"comparing {', '.join(variant.name for variant in variants)}; repeats of each: {repeats}")
+    print(f"comparing {', '.join(variant.name for variant in variants)}; repeats of each: {repeats}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops a launch as Ctrl-C does
     for number in range(repeats if is_script else 1):
         # The order alternates, so that no variant always runs first.
@@ -78,7 +74,7 @@ def launch_variants(
             command = command_line.launch_command(variant.arguments, launcher)
             name = f"{variant.name} {number + 1}" if is_script else variant.name
             folder = folder / str(number + 1) if is_script else folder
-            run(name, command, {**variant.environment, RECORD_VARIABLE: str(folder.resolve())}, out, console)
+            run(name, command, {**variant.environment, RECORD_VARIABLE: str(folder.resolve())}, out)
     return folders
 
 
@@ -119,7 +115,7 @@ def make_variants(
     return variants
 
 
-def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: Path, console: Console) -> None:
+def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: Path) -> None:
     """Run a command to its end.
 
     Args:
@@ -127,14 +123,13 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
         command: program and arguments.
         environment: of the command.
         out: folder of the comparison, for the log.
-        console: to print start and end on.
 
     Raises:
         LaunchError: the command failed; the message has its error and the end of its log.
     """
     log = out / "logs" / f"{name.replace(' ', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    console.print(f"{name}: started, output in {log}")
+    print(f"{name}: started, output in {log}", flush=True)
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -151,7 +146,7 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
             stop(process)
     if status != 0:
         raise LaunchError(_describe_failure(name, status, log))
-    console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
+    print(f"{name}: done in {time.monotonic() - started:.0f} s", flush=True)
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -15,15 +15,18 @@ import torch
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors
-from xfuser_cocodiff.tools.comparison import fidelity
+from xfuser_cocodiff.tools.comparison import exchanges, fidelity
 from xfuser_cocodiff.tools.comparison.charts import draw_contact_sheet
 from xfuser_cocodiff.tools.launching import single_rank
 from xfuser_cocodiff.tools.reporting import record_header
+from xfuser_cocodiff.xdit.session.session import active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 PROMPTS = ("a photo of a cat", "a photo of an astronaut", "a photo of a cup of coffee", "cell bodies")
 """Default prompts, which the small trained models know too."""
 MAX_SHEET_IMAGES = 6
+_RING = "ring"
+"""Exchange of K and V along slow axes by a ring, beside those of :mod:`plans`."""
 _TEXT_TOKENS = 32
 
 
@@ -89,13 +92,15 @@ class QualityEvaluator:
         prompts = [self.prompts[number % len(self.prompts)] for number in range(self.seeds)]
         output = self._pipeline(prompts, self.steps, _TEXT_TOKENS, generator=generators, **self._arguments)
         images = output.images if "images" in output else output.frames
-        reports = self._pipeline.reports
+        runtime, virtual = active().runtime, active().simulator
+        reports = runtime.reports if runtime else []
+        ways = [_RING] if virtual and virtual.is_ring else exchanges.of_codecs(reports)
         # All steps have equally many lossless bytes.
         fractions = [report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes]
         return np.asarray(images).mean(-1), {
-            "exchanges": [*self._pipeline.exchanges],
+            "exchanges": ways if any(report.errors for report in reports) else [],
             "bytes_slow_fraction": fmean(fractions) if fractions else 1.0,
-            **RunErrors.of(reports, self._pipeline.yardsticks, self.dtype.itemsize)._asdict(),
+            **RunErrors.of(reports, runtime.yardsticks if runtime else {}, self.dtype.itemsize)._asdict(),
         }
 
 
@@ -145,11 +150,9 @@ def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
 
 def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
     """Return the SSIM of two images, or its mean over the frames of two videos."""
-    from skimage.metrics import structural_similarity
-
     if reference.ndim == 3:
         return fmean(_ssim(*frames) for frames in zip(reference, other, strict=True))
-    return float(structural_similarity(reference, other, data_range=1.0))
+    return fidelity.ssim(reference, other, 1.0)
 
 
 def parse_cases(modes: Sequence[str]) -> list[CodecCase]:

@@ -39,7 +39,6 @@ import torch
 from safetensors.torch import save_file
 
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
-from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
@@ -146,21 +145,19 @@ class Recorder:
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
         runtime = active().runtime
-        run |= {**_compression(active()), **_errors(runtime)}
         run["codecs"] = [_without_lists(report) for report in runtime.reports] if runtime else None
+        errors = (runtime.reports, runtime.yardsticks, runtime.value_bytes) if runtime else ([], {}, 0)
+        run |= {**_compression(active()), **RunErrors.of(*errors)._asdict()}
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         if self.rank == 0:
             save_file({"latents": latents}, self.folder / "latents.safetensors")
         self.latents = None
-        record = {"rank": self.rank, **_process(), **_session_settings(), "runs": self._complete()}
+        complete = [run for run in self.runs if "latents_sha256" in run]  # some pipelines have bars for other work
+        record = {"rank": self.rank, **_settings(), "runs": complete}
         file = self.folder / f"rank{self.rank}.json"
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=2))
         partial.replace(file)
-
-    def _complete(self) -> list[dict[str, Any]]:
-        """Return the runs with denoising steps; some pipelines have progress bars for other work too."""
-        return [run for run in self.runs if "latents_sha256" in run]
 
     def save_image(self, output: Any) -> None:
         """Save the images that a pipeline returns, or frames of its first video."""
@@ -196,12 +193,6 @@ def _compression(session: Session) -> dict[str, Any]:
     return {"coded_fraction": sent / exact if exact else 0.0, "coded_reason": None if exact else session.runs.reason}
 
 
-def _errors(runtime: CodecRuntime | None) -> dict[str, Any]:
-    """Return the mean errors and bits of a run's tensors."""
-    reports, yardsticks, size = (runtime.reports, runtime.yardsticks, runtime.value_bytes) if runtime else ([], {}, 0)
-    return RunErrors.of(reports, yardsticks, size)._asdict()
-
-
 def _without_lists(report: StepReport) -> dict[str, Any]:
     """Return a step's report with the mean of its errors, in place of the error of every tensor."""
     means = {**dataclasses.asdict(report), "error": report.error}
@@ -214,20 +205,14 @@ def _memory() -> Any:
     return torch.cuda if device == CPU else torch.get_device_module(device)
 
 
-def _process() -> dict[str, Any]:
-    """Return what this process is, for records that are compared elsewhere."""
+def _settings() -> dict[str, Any]:
+    """Return what this process is, and the settings of xDiT and the plugin that it runs with."""
+    session = active()
     return {
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "arguments": sys.argv,
         "host": record_header.header()["host"],
         "cluster": json.loads(os.environ.get(CLUSTER_VARIABLE, "null")),
-    }
-
-
-def _session_settings() -> dict[str, Any]:
-    """Return the settings of xDiT and the plugin that this rank runs with."""
-    session = active()
-    return {
         "mode": session.config and session.config.mode,
         **stock_traffic.degrees(),
         "topology": str(session.mesh.topology) if session.mesh else None,

@@ -64,22 +64,6 @@ def sentence(record: Mapping[str, Any]) -> str:
     return "; ".join(_summarize(run, stock) for run in plugins) + "."
 
 
-def exchange_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return how attention crossed each axis in every variant, and the bytes of a rank and step by axis."""
-    lines = []
-    for run in record["runs"]:
-        if run["exchange"]:
-            sent = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in (run["bytes"] or {}).items())
-            how = ", ".join(f"{axis} {each}" for axis, each in run["exchange"].items())
-            lines.append(f"Exchange of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
-    return lines
-
-
-def error_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return the error and the bits of every lossy variant, and what FP8 and FP4 lose of the same tensors."""
-    return [f"{run['name']}: {error_text(run)}" for run in record["runs"] if run["mean_error"] is not None]
-
-
 def error_text(run: Mapping[str, Any]) -> str:
     """Return the error of a lossy run by tensor, its bits, and what FP8 and FP4 lose of the same tensors."""
     text = f"error {format_percent(run['mean_error'])} ({_errors(run['error'])}) at {run['bits']:.1f} bits per value"
@@ -123,12 +107,3 @@ def inter_node_fraction(stage: str, topology: Topology) -> float:
     sizes = {axis.name: axis.size for axis in topology.axes if stage == FLAT or axis.name in axes}
     ranks = math.prod(sizes.values())
     return 0.0 if ranks == 1 else (ranks - ranks // sizes.get(NODE, 1)) / (ranks - 1)
-
-
-def format_table(record: Mapping[str, Any]) -> str:
-    """Return the table as aligned text for a terminal."""
-    rows = table_rows(record)
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [(line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]) for line in lines]
-    return "\n".join(map("   ".join, aligned))

@@ -207,14 +207,12 @@ class VirtualRanks:
 
     def _slow_indices_of(self, segments: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return the slow coordinate of each token's rank, int64 (N); 0 for replicated tokens."""
-        of_rank = torch.arange(self.topology.size) // self.layout.num_fast
+        of_rank = torch.arange(self.topology.size, device=device) // self.layout.num_fast
         of_segments = [
-            of_rank.repeat_interleave(size // self.topology.size)
-            if self.is_divisible(size)
-            else torch.zeros(size, dtype=torch.long)
+            of_rank.repeat_interleave(size // len(of_rank)) if self.is_divisible(size) else of_rank.new_zeros(size)
             for size in segments
         ]
-        return torch.cat(of_segments).to(device)
+        return torch.cat(of_segments)
 
     def _along_fast(self, shards: torch.Tensor) -> torch.Tensor:
         """Return each rank's tokens (S, F, B, H, T, D) as sent: by heads along the fast axes, zero-padded where

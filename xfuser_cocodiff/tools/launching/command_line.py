@@ -1,10 +1,12 @@
 """Command lines of xDiT: their options, and how to launch them."""
 
+import argparse
 import importlib.util
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from xfuser_cocodiff.xdit.settings.options import OPTIONS, SHARE_FIELD
 
@@ -21,16 +23,13 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
         arguments: a command line.
         name: name of the option, without leading dashes and with underscores.
     """
-    value = None
-    for position, argument in enumerate(arguments):
-        spelling, equals, assigned = argument.partition("=")
-        if _is_option(spelling, name):
-            value = assigned if equals else next(iter(arguments[position + 1 :]), None)
-    return value
+    values, _ = _parse(arguments, {name: True})
+    return getattr(values, name)
 
 
-def _is_option(argument: str, name: str) -> bool:
-    return argument.startswith("--") and argument[2:].replace("-", "_") == name
+def drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
+    """Return the arguments without some options, given by name and whether they have a value."""
+    return _parse(arguments, names)[1]
 
 
 def stock_arguments(arguments: Sequence[str]) -> list[str]:
@@ -39,20 +38,13 @@ def stock_arguments(arguments: Sequence[str]) -> list[str]:
     return drop_options(arguments, ours)
 
 
-def drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
-    """Return the arguments without some options, given by name and whether they have a value."""
-    remaining: list[str] = []
-    is_value = False
-    for argument in arguments:
-        spelling, equals, _ = argument.partition("=")
-        name = next((name for name in names if _is_option(spelling, name)), None)
-        if is_value:
-            is_value = False
-        elif name:
-            is_value = names[name] and not equals
-        else:
-            remaining.append(argument)
-    return remaining
+def _parse(arguments: Sequence[str], names: Mapping[str, bool]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, has_value in names.items():
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+        how: dict[str, Any] = {"nargs": "?"} if has_value else {"action": "store_true"}
+        parser.add_argument(*spellings, dest=name, **how)
+    return parser.parse_known_args(arguments)
 
 
 def launch_command(arguments: Sequence[str], launcher: Sequence[str] | None = None) -> list[str]:

@@ -121,16 +121,12 @@ class CPUEvent:
 
 def peak_memory() -> int:
     """Return the largest resident size of this process since the last reset, in bytes."""
-    status = _linux_status()
-    if "VmHWM" in status:
-        return status["VmHWM"]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return _resident_bytes("VmHWM")
 
 
 def memory() -> int:
     """Return the resident size of this process, in bytes."""
-    return _linux_status().get("VmRSS", 0)
+    return _resident_bytes("VmRSS")
 
 
 def reset_peak_memory() -> None:
@@ -139,13 +135,12 @@ def reset_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _linux_status() -> dict[str, int]:
+def _resident_bytes(name: str) -> int:
+    """Return a figure of Linux about this process; elsewhere the largest resident size since it started."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
     except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines if line.endswith("kB"))
-    return {key: int(value.split()[0]) * 1024 for key, value in pairs}
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # Attention: that of PyTorch in the place of flash-attn.

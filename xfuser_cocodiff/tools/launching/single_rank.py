@@ -7,13 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.compression.step_report import StepReport
-from xfuser_cocodiff.engine.topology.plans import HEADS, KV
-from xfuser_cocodiff.xdit.session.session import active
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
-
-RING = "ring"
-"""Exchange of K and V along slow axes by a ring, beside those of :mod:`plans`."""
 
 
 class SingleRankPipeline:
@@ -71,30 +65,6 @@ class SingleRankPipeline:
         if self.accepts_argument("max_sequence_length"):
             more["max_sequence_length"] = text_tokens
         return self.pipe(prompt=prompts, num_inference_steps=steps, **more)
-
-    @property
-    def reports(self) -> list[StepReport]:
-        """Report of the codecs for each step of the last run."""
-        runtime = active().runtime
-        return runtime.reports if runtime else []
-
-    @property
-    def yardsticks(self) -> dict[str, float]:
-        """Errors of FP8 and FP4 on the tensors that were coded, by name; empty where nothing was."""
-        runtime = active().runtime
-        return runtime.yardsticks if runtime else {}
-
-    @property
-    def exchanges(self) -> tuple[str, ...]:
-        """Exchanges of the last run's layers along slow axes, of HEADS, KV and RING; none if no layer was coded."""
-        virtual, reports = active().simulator, self.reports
-        layers = {layer for report in reports for layer in report.errors}
-        gathered = {layer for report in reports for layer in report.gathered_layers}
-        if virtual is None or not layers:
-            return ()
-        if virtual.is_ring:
-            return (RING,)
-        return (HEADS,) * (layers > gathered) + (KV,) * bool(gathered)
 
 
 def _task(model: str) -> list[str]:

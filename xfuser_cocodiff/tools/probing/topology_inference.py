@@ -69,9 +69,6 @@ def _deviation(pairs: Pairs, shape: tuple[int, ...], has_nodes: bool) -> float:
 
 def _levels(shape: tuple[int, ...]) -> np.ndarray:
     """Return per pair the index of the outermost axis on which it differs, (P, P); `len(shape)` on the diagonal."""
-    size = math.prod(shape)
-    ranks, levels = np.arange(size), np.full((size, size), len(shape))
-    for dim in reversed(range(len(shape))):
-        coordinate = ranks // math.prod(shape[dim + 1 :])
-        levels[coordinate[:, None] != coordinate[None, :]] = dim
-    return levels
+    coordinates = np.indices(shape).reshape(len(shape), -1)  # by axis and rank
+    differ = coordinates[:, :, None] != coordinates[:, None, :]
+    return np.where(differ.any(0), differ.argmax(0), len(shape))
