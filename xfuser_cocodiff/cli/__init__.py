@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(
         prog="cocodiff",
-        description="Compare and measure CoCoDiff, the plugin that speeds up Ulysses attention in xDiT.",
+        description="Tells whether CoCoDiff makes xDiT faster on your machine, and what it does to your image.",
     )
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -18,32 +18,28 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "compare",
-        help="compare the plugin with stock xDiT: step time, communication, quality",
-        description="Runs a command with stock xDiT (the baseline) and with the plugin, with the same seed, or reads "
-        "runs that were recorded with COCODIFF_RECORD=DIR, stock's first. Writes a report with speedup, communication "
-        "and quality.",
+        help="is it faster here, and is it the same image?",
+        description="Runs your command with stock xDiT and with the plugin, at the same seed. Or reads runs that you "
+        "recorded with COCODIFF_RECORD=DIR, stock's first. Writes a report of speedup and quality.",
         usage="%(prog)s [--out DIR] [--repeats N] [--json FILE] "
         "([--modes MODES] [--launcher COMMAND] -- <xdit arguments | script and arguments> | DIR DIR [DIR ...])",
-        epilog="Exit status: 0 on success; 1 if a result without lossy compression is not bit-identical to stock's; "
-        "2 if the comparison failed.",
+        epilog="Exit status: 1 if a lossless run is not bit-identical to stock, 2 if the comparison failed, else 0.",
     )
     parser.add_argument("records", nargs="*", type=Path, metavar="DIR", help="folders of recorded runs, of all ranks")
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
-    parser.add_argument("--repeats", type=positive, default=3, help="compared runs of each variant (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=3, help="runs of stock and of each mode (%(default)s)")
     parser.add_argument(
         "--modes",
         type=_modes,
         default=(),
-        help=f"modes of the plugin, such as exact,balanced, of {', '.join(MODES)} (default: the one that the arguments "
-        "or the environment select)",
+        help=f"modes to compare, such as exact,balanced, of {', '.join(MODES)} (default: that of your command)",
     )
     parser.add_argument(
         "--launcher",
         type=_words,
         metavar="COMMAND",
-        help="command that starts the ranks instead of torchrun, such as 'mpiexec -n {ranks} --ppn 12 ./start_rank'; "
-        "it must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all ranks need access to the --out "
-        "folder",
+        help="what starts the ranks instead of torchrun, such as 'mpiexec -n {ranks} --ppn 12 ./start_rank'; it must "
+        "set torchrun's variables, and all ranks must see the --out folder",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)

@@ -27,10 +27,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "demo",
-        help="compare stock and plugin with a small model on this machine's CPU",
-        description="Compares stock xDiT and the plugin on CPU ranks: FLUX.1-dev, small, on 4 ranks, first on equal "
-        "links, then with slow links between two emulated nodes. It needs a clone of the repository, which has the "
-        "small models.",
+        help="what does it look like? A small model on this machine's CPU",
+        description="Compares stock xDiT and the plugin with a small FLUX.1-dev on 4 CPU ranks: on equal links, then "
+        "with slow links between two emulated nodes. Run it in a clone, which has the small models.",
         usage="%(prog)s [--out DIR] [-- <xdit arguments instead of the demo's>]",
     )
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")

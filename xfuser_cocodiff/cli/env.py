@@ -12,12 +12,12 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "env",
-        help="show versions, detected topology, device, kernels and collectives",
-        description="Shows versions, detected topology, tuning cache, device, kernels and collectives, and what is "
-        "missing. It launches kernels on the first device. The record also has the state of all patches.",
+        help="what does this machine have, and what is missing?",
+        description="Shows versions, topology, device, kernels and collectives, and what is missing. It runs kernels "
+        "on the first device. The record also has the state of all patches.",
     )
     parser.add_argument(
-        "--ranks", type=positive, help="number of ranks to detect the topology for (default: the launcher's)"
+        "--ranks", type=positive, help="number of ranks to detect the topology of (default: the launcher's)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)

@@ -17,12 +17,12 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "plan",
-        help="predict whether the plugin pays for a model on a machine, and with which flags",
-        description="Predicts step time, bytes and memory of stock's fastest split into Ulysses and Ring, and of each "
-        "mode in its fastest split, on a known machine or with a link profile of yours. Nothing is run.",
+        help="what would it gain, with which flags?",
+        description="Predicts steps of stock in its fastest split into Ulysses and Ring, and of each mode in its "
+        "fastest, on a known machine or with your links. Nothing is run.",
     )
     parser.add_argument("--model", required=True, help="such as FLUX.1-dev, FLUX.2-dev, SD3.5, Qwen-Image, Wan2.1")
-    parser.add_argument("--resolution", type=int, required=True, help="pixels per side, or rows of a 16:9 video")
+    parser.add_argument("--resolution", type=int, required=True, help="pixels per side; for a 16:9 video, its rows")
     machine = parser.add_mutually_exclusive_group(required=True)
     machine.add_argument("--machine", type=_dashes, choices=MACHINES, help="known machine")
     machine.add_argument("--profile", type=Path, metavar="FILE", help="what `cocodiff probe --json` wrote on all ranks")
@@ -34,14 +34,14 @@ def add_parser(subparsers: Any) -> None:
         "--record",
         type=Path,
         metavar="DIR",
-        help="folder of COCODIFF_RECORD in a run in mode balanced or fast, whose change per step sets the bits "
-        "(default: the published change of FLUX.1-dev)",
+        help="COCODIFF_RECORD folder of your lossy run, whose change per step sets the bits (default: that published "
+        "of FLUX.1-dev)",
     )
     parser.add_argument("--steps", type=positive, default=28, help="denoising steps (%(default)s)")
     parser.add_argument("--batch", type=positive, default=1, help="number of images (%(default)s)")
-    parser.add_argument("--text-tokens", type=positive, help="of the prompt (default: the pipeline's; Qwen-Image: 128)")
+    parser.add_argument("--text-tokens", type=positive, help="text tokens (default: the pipeline's; Qwen-Image: 128)")
     parser.add_argument(
-        "--tflops", type=float, help="that linear layers and attention reach; needed for step times with --profile"
+        "--tflops", type=float, help="what linear layers and attention reach on your device; needed with --profile"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)

@@ -10,9 +10,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "probe",
-        help="measure latency and bandwidth of all pairs and axes, and infer the topology",
-        description="Runs on every rank, for example under torchrun --no-python. --cocodiff_profile reads the file "
-        "that --json writes.",
+        help="how fast are my links?",
+        description="Measures latency and bandwidth of all pairs and axes, and infers the topology. Run it on every "
+        "rank, as under torchrun --no-python. --cocodiff_profile and `cocodiff plan` read what --json writes.",
     )
     on_ranks.add_arguments(parser)
     parser.set_defaults(run=run, parser=parser)

@@ -18,18 +18,18 @@ def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "quality",
-        help="measure errors, bytes on slow links and image quality, by mode",
-        description="Generates images with virtual ranks on a single rank, and compares them with lossless runs at the "
-        "same seeds. The model is loaded as by the xdit command, from HF_HOME.",
+        help="what does a lossy mode do to my model?",
+        description="Generates images on one device with the codecs of many ranks, and compares them with lossless "
+        "images at the same seeds. The model is loaded as by the xdit command.",
     )
     parser.add_argument("--model", default="FLUX.1-dev", help="name in xDiT's registry (%(default)s)")
     parser.add_argument(
         "--mode",
         default="balanced,fast,paper",
         metavar="MODES",
-        help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;predictor=0 (%(default)s)",
+        help="modes, also with settings, such as balanced@bits=2;predictor=0 (%(default)s)",
     )
-    parser.add_argument("--prompt", nargs="+", help="prompts, used in turn (default: some that small models know)")
+    parser.add_argument("--prompt", nargs="+", help="prompts (default: some that small models know)")
     parser.add_argument("--seeds", type=positive, default=16, help="number of images per mode (%(default)s)")
     parser.add_argument("--steps", type=positive, default=50, help="denoising steps of each run (%(default)s)")
     parser.add_argument("--guidance_scale", type=float, metavar="SCALE", help="default: that of the pipeline")
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
         "--cocodiff_virtual",
         default=VIRTUAL,
         metavar="TOPOLOGY",
-        help="topology of the virtual ranks; ring:2x2 is a ring of them (%(default)s)",
+        help="topology of the simulated ranks; ring:2x2 is a ring (%(default)s)",
     )
     for field in _FIELDS:
         parser.add_argument(f"--{field}", metavar=field.rpartition("_")[2].upper(), help="as in a run")
