@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xfuser_cocodiff.xdit.run_tracking.run_tracker import Sampling
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = ["__version__", "install", "run", "uninstall"]
 
