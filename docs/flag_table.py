@@ -7,7 +7,7 @@ from xfuser_cocodiff.xdit.settings.option import Option
 from xfuser_cocodiff.xdit.settings.options import OPTIONS
 
 PAGE = Path(__file__).with_name("flags.md")
-HEAD = "| flag | variable | values | meaning |\n|---|---|---|---|\n"
+HEAD = "| flag | values | meaning |\n|---|---|---|\n"
 
 
 def page() -> str:
@@ -19,7 +19,7 @@ def page() -> str:
 
 def _row(option: Option) -> str:
     values = ", ".join(f"`{choice}`" for choice in option.choices) or re.sub("'([^']+)'", r"`\1`", option.values)
-    return f"| `{option.flag}` | `{option.variable}` | {values} | {option.help} |\n"
+    return f"| `{option.flag}` | {values} | {option.help} |\n"
 
 
 if __name__ == "__main__":

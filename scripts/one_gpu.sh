@@ -2,7 +2,7 @@
 # Measures on one GPU what only a GPU can tell, in three parts of at most 5, 4 and 6 minutes.
 #   scripts/one_gpu.sh FOLDER 1|2|3 [--dry-run]
 # 1: kernels and NCCL. 2: times of kernels and layers, two ranks against stock. 3: FLUX at full width, Nsight Compute,
-# torch.compile. Every figure is a line of FOLDER/facts.jsonl as soon as it is known; docs/one_gpu.md explains them. A fact
+# torch.compile. Every figure is a line of FOLDER/facts.jsonl as soon as it is known; docs/maintainers.md explains them. A fact
 # that fails or takes too long does not stop the others; the exit status is then 1. Nothing is downloaded or built.
 # --dry-run: toy sizes on the CPU and the mock device of the tests.
 set -euo pipefail

@@ -1,6 +1,5 @@
-"""MkDocs hook: pages of the site that lie outside of docs/, and those made from the package's docstrings."""
+"""MkDocs hook: pages of the site that lie outside of docs/."""
 
-import ast
 import os
 import re
 from pathlib import Path
@@ -16,10 +15,7 @@ OUTSIDE = {
     "patches/README.md": "patches.md",
 }
 """Pages of the repository that are pages of the site, by their places there."""
-ENGINE = "xfuser_cocodiff/engine"
-ENGINE_PAGE = "api_engine.md"
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data|exc):(?=<code>)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -27,7 +23,6 @@ def on_files(files: Any, config: Any) -> Any:
     for source, place in OUTSIDE.items():
         text = (REPOSITORY / source).read_text()
         files.append(File.generated(config, place, content=relinked(text, source, place)))
-    files.append(File.generated(config, ENGINE_PAGE, content=engine_page()))
     return files
 
 
@@ -35,11 +30,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links of docs/ lead to places of the site."""
     place = page.file.src_uri
     return markdown if page.file.generated_by else relinked(markdown, f"docs/{place}", place)
-
-
-def on_page_content(html: str, **_: Any) -> str:
-    """Drop Sphinx's roles, which docstrings have before names."""
-    return _ROLE.sub("", html)
 
 
 def relinked(text: str, source: str, place: str) -> str:
@@ -60,16 +50,3 @@ def relinked(text: str, source: str, place: str) -> str:
         return f"{found[1]}{os.path.relpath(there, os.path.dirname(place) or '.')}{hash_}{anchor}{found[3]}"
 
     return _LINK.sub(link, text)
-
-
-def engine_page() -> str:
-    """Return the reference of the engine: of each package, what its docstring names as public."""
-    lines = ["# Engine API", "", "The public names of `xfuser_cocodiff.engine`, which imports no xfuser.", ""]
-    for package in sorted((REPOSITORY / ENGINE).glob("*/__init__.py")):
-        name = f"{ENGINE}/{package.parent.name}".replace("/", ".")
-        doc = ast.get_docstring(ast.parse(package.read_text())) or ""
-        public = re.search(r"^Public: (.*?)(?:\n\n|\Z)", doc, re.DOTALL | re.MULTILINE)
-        lines += [f"## {package.parent.name}", "", doc.partition("\n")[0], ""]
-        for each in re.findall(r"`([\w.]+)`", public[1] if public else ""):
-            lines += [f"::: {name}.{each}", ""]
-    return "\n".join(lines)

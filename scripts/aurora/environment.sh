@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by run.sh: the environment of a job on Aurora. docs/aurora.md has the sources of each setting.
+# Sourced by run.sh: the environment of a job on Aurora. docs/maintainers.md has sources.
 #   AURORA_MODULE=frameworks/2025.3.1   module with PyTorch, oneCCL and the driver libraries
 #   AURORA_VENV=~/cocodiff              virtual environment on top of it, with xfuser and this package
 #   AURORA_CCL_OP_SYNC=0                overrides the module's value, to measure overlap

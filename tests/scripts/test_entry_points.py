@@ -1,4 +1,4 @@
-"""The commands of docs/entry_points.md for two nodes, run on this machine with stand-ins for srun and mpiexec."""
+"""The commands of docs/launchers.md for two nodes, run on this machine with stand-ins for srun and mpiexec."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests import ranks
 
 TESTS = Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs/entry_points.md"
+PAGE = TESTS.parent / "docs/launchers.md"
 SCRIPT = TESTS / "stock/flux_script.py"
 MODEL = "--model black-forest-labs/FLUX.1-dev"
 SMALL = (

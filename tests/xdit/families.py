@@ -115,28 +115,9 @@ FAMILIES = (
 )
 
 
-COLUMNS = (
-    "family",
-    "names in xDiT's registry",
-    "attention",
-    "exact mode",
-    "V projections",
-    "lossy modes",
-    "small models in tests",
-)
+COLUMNS = ("family", "names in xDiT's registry")
 
 
 def cells() -> list[tuple[str, ...]]:
     """Return the families as table cells, one tuple per family in the order of :data:`COLUMNS`."""
-    return [
-        (
-            family.name,
-            ", ".join(family.names) or "scripts only",
-            {"usp": "USP", "yunchang": "yunchang", "own": "own"}[family.attention],
-            "bit-identical" if family.is_exact else "no all-to-all",
-            "no" if isinstance(family.v_first, str) else ", ".join(family.v_first),
-            "yes" if family.lossy is True else "no",
-            ", ".join(family.small_models or family.small_pipelines) or "-",
-        )
-        for family in FAMILIES
-    ]
+    return [(family.name, ", ".join(family.names) or "scripts only") for family in FAMILIES]

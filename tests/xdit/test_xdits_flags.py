@@ -1,4 +1,4 @@
-"""xDiT's own flags together with --use_cocodiff: bit-identical to stock for those that docs/xdit_flags.md lists.
+"""xDiT's own flags together with --use_cocodiff: bit-identical to stock for those that docs/compatibility.md lists.
 
 Flags that change the process groups are in test_pipelines, step caches in test_approximation, FP8 and balanced heads in
 attention/test_stock_usp, compilation in test_compile.

@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +14,10 @@ from tests.mock_meshes import GATHERED, SLOW, TOPOLOGY, device, make_tables, mes
 from tests.quick import covering, slow_but
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.codec.codec import EXACT, Codec, message_layout
-from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.send_buffer import SendBuffer
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
-from xfuser_cocodiff.tools.simulation import assumed_change
-from xfuser_cocodiff.tools.simulation.layer_time import compute
-from xfuser_cocodiff.tools.simulation.scenario import Scenario
-from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
 
@@ -179,61 +171,6 @@ def test_coded_steps_allocate_what_they_receive_and_return(slow: str) -> None:
         [[lossless]] = ranks.run(allocated_by_step, 1, slow, False, 1)
         assert lossless["aten.new_empty.default"] == expected["new_empty"]
         assert lossless["aten.empty.memory_format"] == 8 * size
-
-
-PAGE = Path(__file__).parents[3] / "docs/codec_overhead.md"
-NODES = Topology.parse("2x4", 8)
-DOCUMENTED = {
-    "FLUX.1-dev, 1024 px": "flux.1-dev",
-    "Qwen-Image, 2304 px": "qwen-image",
-    "Wan2.1-14B, 720p": "wan2.1-14b",
-}
-
-
-def mean_bytes(rank: int, name: str, resolution: int, mode: str) -> float:
-    """Return the bytes that codecs move in a layer on one of 8 ranks, in the mean over the steps of a run and branches.
-
-    A leading branch also copies the values that it sends.
-    """
-    workload, steps = WORKLOADS[name], modes.DEFAULT_STEPS
-    schedule = modes.PRESETS[mode]
-    bits = assumed_change.bits_of(schedule, steps)
-    shape = (1, workload.heads, -(-workload.tokens(resolution) // 8), workload.head_dim)
-    is_joint = bool(schedule.joint) and workload.calls * workload.rows_per_image > 1
-    branches = 2 if is_joint else 1
-    codecs_of = [schedule.codecs(step, steps, bits[step]) for step in (0, 1, steps // 2)]
-    calls = calls_of(GATHERED, False, codecs_of, shape, topology=NODES, is_joint=is_joint)
-    kernels = [kernels_and_others(counted)[0] for _, counted in calls]
-    copied = [counted["aten.clone.default"] + counted["aten.copy_.default"] for _, counted in calls]
-    by_step = [range(step * branches, (step + 1) * branches) for step in range(3)]
-    first, second, later = (
-        (sum(kernels[call] for call in of_step) + copied[of_step[0]] - copied[of_step[-1]]) / branches
-        for of_step in by_step
-    )
-    return (first + second + (steps - 2) * later) / steps
-
-
-def layer_seconds(name: str, resolution: int, accelerator: Accelerator) -> float:
-    """Return the predicted computation of a layer on one of 8 ranks, in the mean over the layers of a model."""
-    workload = WORKLOADS[name]
-    scenario = Scenario(workload, resolution, 1, modes.DEFAULT_STEPS, NODES, lambda *_: None, accelerator)
-    layers = sum(kind.count * compute(scenario, kind, workload.heads, 1).device for kind in workload.kinds)
-    return layers / workload.layers
-
-
-@pytest.mark.parametrize("mode", ["balanced", "fast"])
-@pytest.mark.parametrize("model", DOCUMENTED)
-def test_documented_costs_are_those_of_the_kernels(model: str, mode: str) -> None:
-    name, resolution = DOCUMENTED[model], int(re.search(r"(\d+) ?px?$", model).group(1))
-    [counted] = ranks.run(mean_bytes, 1, name, resolution, mode)
-    found = re.search(
-        rf"^\| {re.escape(model)}, `{mode}` \| (\d+) MB \| (.+) % \| (.+) % \|$", PAGE.read_text(), re.MULTILINE
-    )
-    nbytes, *shares = map(float, found.groups())
-    assert nbytes == pytest.approx(counted / 1e6, abs=0.5)
-    for share, accelerator in zip(shares, (H100, MAX_1550_TILE), strict=True):
-        seconds = counted / accelerator.bytes_per_second
-        assert share == pytest.approx(100 * seconds / layer_seconds(name, resolution, accelerator), abs=0.06)
 
 
 MAX_GRID = 2**31 - 1, 65_535, 65_535
