@@ -1,4 +1,4 @@
-"""Draw report.svg, the annotated report in reading_the_report.md: python docs/pictures/report.py"""
+"""Draw report.svg, the annotated report in report.md: python docs/pictures/report.py"""
 
 from pathlib import Path
 from xml.sax.saxutils import escape

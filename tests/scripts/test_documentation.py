@@ -169,7 +169,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif program.startswith("scripts/"):
         assert (REPOSITORY / program).is_file(), program
     else:
-        assert program in ("pip", "module", ".", "hf", "qsub", "export", "scp"), program
+        assert program in ("git", "pip", "module", ".", "hf", "qsub", "unset", "scp"), program
 
 
 def parse_xdit_arguments(options: argparse.Namespace) -> int:
