@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bare_runtime, command_line
-from benchmarks.interleaved_timing import time_interleaved
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.engine.attention.reshard import reshard
+from xfuser_cocodiff.engine.autotune.timing import time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
@@ -25,6 +26,8 @@ from xfuser_cocodiff.tools.probing import machine_profile
 from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
+_CALLS = 20
+"""Calls in a row of a sample: ranks enter it after a barrier and leave it one by one."""
 _HEAD_DIM = 8
 _DTYPE = torch.bfloat16
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
@@ -66,7 +69,9 @@ def measure(
         for name in plans:
             if not torch.equal(expected, calls[name]()[0]):
                 raise RuntimeError(f"the output of plan {name!r} differs from stock's, at {tensor.nbytes} bytes")
-        times = time_interleaved(calls, repeats, device)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _, (name, call) in itertools.product(range(repeats), calls.items()):  # all see the same conditions
+            times[name] += time_calls(call, _CALLS, 1, group, device, is_warm=True)
         for name, seconds in times.items():
             plan = plans.get(name)  # None for stock
             rows.append(

@@ -1,15 +1,11 @@
 """Process groups and runtime state of xDiT without a pipeline, for benchmarks of single functions and transformers."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
-from xfuser_cocodiff.tools.launching import stock_traffic
 from xfuser_cocodiff.tools.launching.rank_group import process_groups, start
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.session.session import Session
@@ -69,40 +65,6 @@ def stock_all_to_all() -> Callable[[torch.Tensor], torch.Tensor]:
 
     all_to_all = usp._ft_c_input_all_to_all
     return getattr(all_to_all, "__wrapped__", all_to_all)
-
-
-def count_stock_traffic() -> None:
-    """Count stock's collectives from now on, and time them, as the plugin's own."""
-    from xfuser.model_executor.layers import usp
-
-    usp._sdpa_all_to_all_single = stock_traffic.watch_all_to_all(usp._sdpa_all_to_all_single)
-
-
-@contextmanager
-def without_communication() -> Iterator[None]:
-    """Return a context in which stock's all-to-alls and rings return their input.
-
-    A step then has no communication but the all-gather of its output.
-    """
-    from torch.distributed.tensor.experimental import _attention
-    from xfuser.model_executor.layers import usp
-
-    ring = sys.modules[_attention._templated_ring_attention.__module__]
-    with (
-        mock.patch.object(usp, "_sdpa_all_to_all_single", torch.clone),
-        mock.patch.object(ring, "_create_rotater", lambda *_: _NoRotation()),
-    ):
-        yield
-
-
-class _NoRotation:
-    """Replacement of the object that passes K and V on in a ring: it returns those of this rank."""
-
-    def exchange_buffers(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-
-    def next_buffer(self) -> torch.Tensor:
-        return self._buffer
 
 
 def flux_transformer(width: int, heads: int, depth: int, text_width: int) -> torch.nn.Module:

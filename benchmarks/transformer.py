@@ -48,7 +48,6 @@ def step(
     """
     text = text_tokens(dist.get_world_size())
     bare_runtime.init_runtime_state(shape.heads, text)
-    bare_runtime.count_stock_traffic()
     model = bare_runtime.flux_transformer(shape.width, shape.heads, shape.depth, _TEXT_WIDTH).to(device, dtype)
     if compile_with:
         model = compile_with(model)

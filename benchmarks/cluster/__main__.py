@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import command_line
 from xfuser_cocodiff.cli.output import write_json
+from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", required=True, help="such as FLUX.1-dev or flux1")
     parser.add_argument("--resolution", nargs="+", type=positive, required=True, help="pixels, or rows of a video")
     parser.add_argument("--batch", type=positive, default=1, help="number of images (%(default)s)")
-    parser.add_argument("--text-tokens", type=positive, metavar="N", help="of the prompt (default: the pipeline's)")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -83,31 +83,20 @@ def _cells(options: argparse.Namespace) -> Any:
         if resolution % PIXELS_PER_TOKEN:
             raise ValueError(f"--resolution {resolution} is not valid; valid are multiples of {PIXELS_PER_TOKEN}")
     models = [find_workload(name) for name in options.model]
-    if options.text_tokens and (without := [each.name for each in models if not each.text_tokens]):
-        raise ValueError(f"--text-tokens {options.text_tokens} is not valid: the sequence of {without[0]} has no text")
-    names, sizes = [each.name for each in models], (options.batch, options.layers, options.text_tokens)
+    names, sizes = [each.name for each in models], (options.batch, options.layers)
     return [Cell(*each, *sizes) for each in itertools.product(machines, options.nodes, names, options.resolution)]
 
 
 def _show(cell: dict[str, Any], title: str) -> None:
-    """Print the table of a cell."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=200)
-    if cell["problem"]:
-        console.print(f"{title}: not predicted, {cell['problem']}\n")
-        return
-    table = Table(box=None)
-    for column in ("variant", "U x R", "ms of a step", "speedup", "over best stock", "exposed, ms", "MB, slowest axis"):
-        table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
+    """Print the rows of a cell, with the bytes along the slowest axis."""
+    print(f"{title}: {'not predicted, ' + cell['problem'] if cell['problem'] else 'predicted'}")
     for row in cell["rows"]:
-        split, sent = row["split"], next(iter(row["bytes_per_link"].values()))  # axes are ordered, slowest first
         name = row["mode"] if row["mode"] == row["variant"] else f"{row['mode']} = {row['variant']}"
-        speedups = [row[key] and f"{row[key]:.2f}x" for key in ("speedup", "speedup_over_best_stock")]
-        times = [f"{1e3 * each:.1f}" for each in (row["step_seconds"][0], row["exposed_seconds"])]
-        table.add_row(name, f"{split['ulysses']} x {split['ring']}", times[0], *speedups, times[1], f"{sent / 1e6:.1f}")
-    console.print(f"{title}: predicted", table, "", sep="\n")
+        speedups = [f"{row[key]:.2f}x" if row[key] else NOT_MEASURED for key in ("speedup", "speedup_over_best_stock")]
+        times = [f"{1e3 * each:9.1f} ms" for each in (row["step_seconds"][0], row["exposed_seconds"])]
+        split, sent = row["split"], next(iter(row["bytes_per_link"].values()))  # axes are ordered, slowest first
+        columns = f"{split['ulysses']:3}x{split['ring']:<3} {times[0]}, exposed {times[1]}"
+        print(f"  {name:32} {columns}, {speedups[0]} over stock, {speedups[1]} over best stock, {sent / 1e6:.1f} MB")
 
 
 def _report(text: str) -> None:

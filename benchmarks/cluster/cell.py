@@ -26,8 +26,6 @@ class Cell:
     """Number of images or videos."""
     blocks: int = 1
     """Blocks of each kind that are recorded; the last stands for all further ones."""
-    text_tokens: int | None = None
-    """Text tokens of the prompt; None for the pipeline's, or the largest number below that xDiT can shard."""
 
     def __str__(self) -> str:
         batch = f", batch {self.batch}" if self.batch > 1 else ""
@@ -41,12 +39,11 @@ class Cell:
 
     @property
     def workload(self) -> Workload:
-        """Dimensions of the model, with the text tokens of this cell."""
+        """Dimensions of the model, with the largest number of text tokens up to the pipeline's that xDiT can shard."""
         workload, degree = WORKLOADS[self.model], self.topology.size
-        tokens = self.text_tokens or workload.text_tokens
-        if self.text_tokens is None and workload.text_rule == UNSUPPORTED:
-            tokens = max(tokens // degree, 1) * degree
-        return replace(workload, text_tokens=tokens)
+        if workload.text_rule != UNSUPPORTED:
+            return workload
+        return replace(workload, text_tokens=workload.text_tokens // degree * degree)
 
     @property
     def scenario(self) -> Scenario:

@@ -23,7 +23,7 @@ from benchmarks.accelerator import device_type
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.program import Program
 from benchmarks.cluster.cell import Cell
-from benchmarks.cluster.rules import Rule
+from benchmarks.cluster.rules import RULES, Rule
 from benchmarks.cluster.variants import Variant
 from benchmarks.full_size import transformer as full_size
 from benchmarks.full_size.transformer import FullSizeTransformer
@@ -113,7 +113,7 @@ class Recorder:
     def record(self, variant: Variant) -> Recording:
         """Return the recorded steps of a variant."""
         if variant.rule:
-            return self._record_rule(variant.rule)
+            return self._record_rule(RULES[variant.rule])
         session = modes.new_session(variant.mode, self._cell.profile, variant.split, device_type.DEVICE_TYPE)
         session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
         bare_runtime.use_session(session)

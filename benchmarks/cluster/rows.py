@@ -14,6 +14,7 @@ from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHE
 from benchmarks.cluster import variants
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import KEYFRAME, Recording, record_split
+from benchmarks.cluster.rules import RULES
 from benchmarks.cluster.variants import BEST_STOCK, STOCK, Variant
 from benchmarks.full_size import transformer_wrappers
 from benchmarks.full_size.architectures import ARCHITECTURES
@@ -55,7 +56,6 @@ class RecordedVariant:
         return {
             "mode": self.variant.name,
             "variant": self.variant.name,
-            "system": rule and f"rule of {rule.system}",
             "split": {"ulysses": split.ulysses, "ring": split.ring},
             "schedule": self.chosen,
             "step_seconds": [self.step_seconds],
@@ -67,7 +67,7 @@ class RecordedVariant:
             "bytes_per_link": {
                 axis: self._mean(self._full(partial(full_step_bytes, self.cell, axis))) for axis in axes
             },
-            "lossless": rule.is_lossless if rule else KEYFRAME not in self.recording.programs,
+            "lossless": RULES[rule].is_lossless if rule else KEYFRAME not in self.recording.programs,
         }
 
     def _full(self, value_of: Callable[[Program], float]) -> dict[str, float]:

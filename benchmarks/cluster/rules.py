@@ -25,11 +25,6 @@ from benchmarks.cluster.ring_rules import gathered_attention, residual_attention
 class Rule:
     """Rule of another system. Bytes do not depend on the machine: a transport moves what the rule hands to it."""
 
-    name: str
-    system: str
-    """System that has the rule, as in "rule of ..."."""
-    source: str
-    """Version or commit and file of the rule, or its pull request."""
     collectives: Callable[[EmulatedAccelerator], Collectives] = lambda device: Collectives()
     """Returns what replaces stock's collectives, given the device that runs the rule's kernels."""
     needs_ring: bool = False
@@ -53,44 +48,20 @@ def _fp4(device: EmulatedAccelerator) -> Collectives:
 
 
 RULES = {
-    rule.name: rule
-    for rule in (
-        Rule("stock", "stock xDiT", "xDiT 0.7.0, usp.py"),
-        # FLUX.1, FLUX.2 and Lumina2 set combine_qkv_a2a, other models do not.
-        Rule(
-            "stock-combined",
-            "stock xDiT, Q, K and V in one message",
-            "xDiT 0.7.0, usp.py",
-            lambda device: Collectives(combined=True),
-        ),
-        Rule(
-            "stock-separate",
-            "stock xDiT, Q, K and V in three messages",
-            "xDiT 0.7.0, usp.py",
-            lambda device: Collectives(combined=False),
-        ),
-        Rule(
-            "fp4",
-            "LightX2V's FP4 communication",
-            "ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917",
-            _fp4,
-            is_lossless=False,
-        ),
-        Rule(
-            "kv-gather",
-            "SGLang and vLLM-Omni: one K/V all-gather in place of the ring",
-            "sgl-project/sglang#32667, vllm-project/vllm-omni#7641",
-            lambda device: Collectives(ring_attention=partial(gathered_attention, ring_group())),
-            needs_ring=True,
-        ),
-        Rule(
-            "compact-ring",
-            "CompactFusion: 2-bit residuals of K and V in a ring",
-            "Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)",
-            lambda device: Collectives(ring_attention=partial(residual_attention, ring_group(), device)),
-            needs_ring=True,
-            is_lossless=False,
-        ),
-    )
+    "stock": Rule(),  # xDiT 0.7.0, usp.py. FLUX.1, FLUX.2 and Lumina2 set combine_qkv_a2a, other models do not.
+    "stock-combined": Rule(lambda device: Collectives(combined=True)),
+    "stock-separate": Rule(lambda device: Collectives(combined=False)),
+    # LightX2V: ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917
+    "fp4": Rule(_fp4, is_lossless=False),
+    # SGLang and vLLM-Omni, one all-gather of K and V: sgl-project/sglang#32667, vllm-project/vllm-omni#7641
+    "kv-gather": Rule(
+        lambda device: Collectives(ring_attention=partial(gathered_attention, ring_group())), needs_ring=True
+    ),
+    # CompactFusion, 2-bit residuals of K and V: Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)
+    "compact-ring": Rule(
+        lambda device: Collectives(ring_attention=partial(residual_attention, ring_group(), device)),
+        needs_ring=True,
+        is_lossless=False,
+    ),
 }
-"""All rules by name."""
+"""All rules by name, each with its version or commit and file, or its pull request."""

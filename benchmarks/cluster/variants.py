@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.cluster.cell import Cell
-from benchmarks.cluster.rules import RULES, Rule
+from benchmarks.cluster.rules import RULES
 from benchmarks.modes import parse_mode
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.tools.simulation.sharding import ulysses_degrees
@@ -28,15 +28,15 @@ class Variant:
     name: str
     """Name in reports."""
     split: UlyssesRingSplit
-    rule: Rule | None = None
-    """Rule that replaces stock's collectives; None for the plugin."""
+    rule: str = ""
+    """Name of the rule that replaces stock's collectives; empty for the plugin."""
     mode: str = ""
     """The plugin's mode in the notation of :mod:`benchmarks.modes`; empty for rules."""
 
     @property
     def is_stock(self) -> bool:
         """Whether it is stock xDiT in some split."""
-        return self.rule is not None and self.rule.name.startswith(STOCK)
+        return self.rule.startswith(STOCK)
 
 
 def contenders(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
@@ -76,14 +76,14 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
     """
     ranks, heads = cell.topology.size, cell.workload.heads
     flat, has_flat = UlyssesRingSplit(ranks, 1), heads % ranks == 0
-    variants = [Variant(STOCK, flat, RULES[STOCK])] if has_flat else []
+    variants = [Variant(STOCK, flat, STOCK)] if has_flat else []
     for name in dict.fromkeys(names):
         if name == BEST_STOCK:
             variants += [each for each in _stock_splits(cell) if each.name not in {known.name for known in variants}]
         elif name in BEST_MODES:
             variants += _other_splits(cell, BEST_MODES[name], flat if has_flat else _fastest(cell, BEST_MODES[name]))
         elif name in RULES and name != STOCK:
-            variants.append(_of_rule(cell, RULES[name], flat if has_flat else _fastest(cell, STOCK)))
+            variants.append(_of_rule(cell, name, flat if has_flat else _fastest(cell, STOCK)))
         elif name != STOCK:
             mode = name.partition("@")[0].partition("/")[0]
             if mode not in MODES:
@@ -104,18 +104,19 @@ def _stock_splits(cell: Cell) -> list[Variant]:
     for degree in ulysses_degrees(cell.workload.heads, ranks):
         split = UlyssesRingSplit(degree, ranks // degree)
         name = f"{degree}x{ranks // degree}"
-        variants.append(Variant(STOCK if degree == ranks else f"{STOCK} {name}", split, RULES[STOCK]))
+        variants.append(Variant(STOCK if degree == ranks else f"{STOCK} {name}", split, STOCK))
         if degree > 1:
-            variants.append(Variant(f"{other} {name}", split, RULES[other]))
+            variants.append(Variant(f"{other} {name}", split, other))
     return variants
 
 
-def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:
-    if rule.needs_ring and cell.nodes == 1:
-        raise ValueError(f"--modes {rule.name!r} needs several nodes, for a ring across them")
+def _of_rule(cell: Cell, name: str, split: UlyssesRingSplit) -> Variant:
     within = cell.machine.ranks_per_node
-    has_heads = cell.workload.heads % within == 0
-    return Variant(rule.name, UlyssesRingSplit(within, cell.nodes) if rule.needs_ring and has_heads else split, rule)
+    if RULES[name].needs_ring and cell.nodes == 1:
+        raise ValueError(f"--modes {name!r} needs several nodes, for a ring across them")
+    if RULES[name].needs_ring and cell.workload.heads % within == 0:
+        split = UlyssesRingSplit(within, cell.nodes)
+    return Variant(name, split, name)
 
 
 def _fastest(cell: Cell, mode: str) -> UlyssesRingSplit:

@@ -4,7 +4,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,7 @@ class Campaign:
 
     def _run(self, number: int) -> None:
         request, fault = self.plan.request(number), self.plan.fault(number)
-        if fault:  # a compiled layer runs no hooks, a step cache skips layers and has collectives of its own
-            request = replace(request, compiled=False, step_cache=False)
+        if fault:
             self._strike(number, request, fault)
         if self._check(number, request, self._in_job(request)):
             self.requests += 1

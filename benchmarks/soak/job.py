@@ -191,9 +191,9 @@ class _Engines:
         from benchmarks.soak import rank_engine
 
         self._rank, self._settings, self._module = rank, settings, rank_engine
-        self._engines: dict[tuple, rank_engine.RankEngine] = {}
-        self._current: tuple | None = None
-        """Engine and arguments of the runtime state."""
+        self._engines: dict[str, rank_engine.RankEngine] = {}
+        self._current: list[str] = []
+        """Arguments of the runtime state, which name the model."""
         self._kept: list[BaseException] = []
         """The last error, which a caller may keep, with the frames of its run."""
         rank_engine.init_rank(rank, settings.ranks)
@@ -214,13 +214,13 @@ class _Engines:
     def _engine(self, request: Request) -> Any:
         """Return the engine of a request, with its options in force."""
         arguments = self._settings.arguments(request)
-        current = (request.engine, tuple(option for option in arguments if option not in request.prompts))
-        if request.engine not in self._engines:
-            self._engines[request.engine] = self._module.RankEngine(arguments, request.compiled)
+        current = [option for option in arguments if option not in request.prompts]
+        if request.model not in self._engines:
+            self._engines[request.model] = self._module.RankEngine(arguments)
         elif current != self._current:
-            self._engines[request.engine].configure(arguments)
+            self._engines[request.model].configure(arguments)
         self._current = current
-        return self._engines[request.engine]
+        return self._engines[request.model]
 
 
 def _resources() -> dict[str, int]:

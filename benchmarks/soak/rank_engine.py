@@ -15,10 +15,9 @@ class RankEngine:
 
     Args:
         arguments: of the `xdit` command.
-        compiled: whether to trace the transformer into graphs, without code generation.
     """
 
-    def __init__(self, arguments: Sequence[str], compiled: bool = False) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         from xfuser.runner import xFuserModelRunner
 
         values = _parse(arguments)
@@ -30,8 +29,6 @@ class RankEngine:
         self.pipe.to(torch.float32)
         self.pipe.set_progress_bar_config(disable=True)
         self.pipe.vae.decode = self._keep_latents
-        if compiled:
-            self.pipe.transformer.compile(backend="aot_eager")
 
     @property
     def pipe(self) -> Any:
@@ -55,7 +52,6 @@ class RankEngine:
             inputs: inputs that replace those of the arguments, such as `height`.
         """
         self.latents = None
-        self._reset_step_cache()
         self._runner.run(self._runner.preprocess_args({**_parse(self._arguments), **inputs}))
         if self.latents is None:
             return None
@@ -65,14 +61,6 @@ class RankEngine:
     def _keep_latents(self, latents: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
         self.latents = latents
         return (latents[:, :3],)
-
-    def _reset_step_cache(self) -> None:
-        """Reset xDiT's step caches, which keep the last run's state and would let a run depend on the one before."""
-        for module in self.pipe.transformer.modules():
-            if type(module).__name__.endswith("CachedTransformerBlocks"):
-                module.cache_context.modulated_inputs = None
-                module.use_cache, module.cnt = torch.tensor(False), torch.tensor(0)
-                module.accumulated_rel_l1_distance = torch.zeros(1)
 
 
 def _parse(arguments: Sequence[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ MODES = ("exact", "balanced", "fast", "paper")
 """Modes that are drawn."""
 SIZES = ((64, 64), (128, 64), (96, 96))
 PROMPTS = ("a photo of a cat", "a red house on a hill", "old coins")
-TEACACHE = ("--cache_method", "teacache", "--cache_config", '{"residual_diff_threshold": 0.3}')
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,6 @@ class Request:
     """Number of head groups; None leaves it to the autotuner."""
     schedule: str | None = None
     """Changes to the schedule of the mode."""
-    compiled: bool = False
-    step_cache: bool = False
-
-    @property
-    def engine(self) -> tuple[str, bool, bool]:
-        """Key of the loaded model that runs it."""
-        return self.model, self.compiled, self.step_cache
 
     @property
     def is_lossy(self) -> bool:
@@ -60,9 +52,8 @@ class Request:
         """Return the arguments of stock xDiT that load the model."""
         more = {"FLUX.1-dev": ["--max_sequence_length", "32"], "Wan2.1-T2V": ["--num_frames", "5"]}
         size = ["--height", str(self.height), "--width", str(self.width), "--num_inference_steps", str(self.steps)]
-        cache = TEACACHE if self.step_cache else ()
         model = ["--model", self.model, "--ulysses_degree", str(ranks), "--prompt", *self.prompts]
-        return [*model, *size, *more.get(self.model, []), *cache]
+        return [*model, *size, *more.get(self.model, [])]
 
     def plugin_arguments(self, ranks: int) -> list[str]:
         """Return the options of the plugin; half of the ranks are on each of two emulated nodes."""
@@ -88,7 +79,6 @@ def draw(generator: random.Random, model: str | None = None, mode: str | None = 
     model, mode = model or generator.choice(MODELS), mode or generator.choice(MODES)
     height, width = generator.choice(SIZES)
     prompts = generator.sample(PROMPTS, 2 if model == "FLUX.1-dev" and generator.random() < 0.25 else 1)
-    special = generator.random() if model == "FLUX.1-dev" else 1.0
     return Request(
         model,
         mode,
@@ -102,6 +92,4 @@ def draw(generator: random.Random, model: str | None = None, mode: str | None = 
         seed=generator.randrange(1000),
         head_groups=generator.choice((1, 2)) if mode == "exact" else 1,
         schedule=generator.choice((None, "first=exact", "bits=4", "error=0.05")) if mode == "balanced" else None,
-        compiled=special < 0.15,
-        step_cache=0.15 <= special < 0.3,
     )

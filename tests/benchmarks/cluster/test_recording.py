@@ -17,6 +17,21 @@ def recorded(cell: Cell, mode: str, ulysses: int, ring: int = 1) -> RecordedVari
     return RecordedVariant(cell, variant, record_split(cell, variant.split, [variant])[mode])
 
 
+def test_stock_and_rules_are_recorded_in_a_process_of_their_own() -> None:
+    cell, split = Cell(MACHINES["aurora"], 1, "flux.1-dev", 768), UlyssesRingSplit(12, 1)
+    variants = [Variant(name, split, name) for name in ("stock", "stock-combined", "stock-separate", "fp4")]
+    recordings = record_split(cell, split, variants)
+    rows = {each.name: RecordedVariant(cell, each, recordings[each.name]).row() for each in variants}
+    sent = {name: sum(row["bytes_per_link"].values()) for name, row in rows.items()}
+    assert sent == {
+        **dict.fromkeys(sent, sent["stock"]),
+        "fp4": pytest.approx(sent["stock"] * 9 / 32, rel=1e-3),
+    }  # but for the last all-gather
+    assert rows["stock"] | {"mode": "", "variant": ""} == rows["stock-combined"] | {"mode": "", "variant": ""}
+    assert rows["stock"]["launches"] < rows["stock-separate"]["launches"]
+    assert rows["stock"]["lossless"] and not rows["fp4"]["lossless"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "gathered"), [("balanced", ("node",)), ("paper", ())])
 def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, gathered: tuple[str, ...]) -> None:
