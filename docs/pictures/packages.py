@@ -10,7 +10,7 @@ FLOORS = {
         "measures and demonstrates: comparison, simulation",
         "#fff4e0",
         (
-            *("launching", "emulation", "probing", "accelerator"),
+            *("launching", "probing", "accelerator"),
             *("simulation", "comparison", "reporting"),
         ),
     ),
