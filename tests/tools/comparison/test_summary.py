@@ -59,7 +59,9 @@ def test_rows_and_sentence_show_speedup_and_quality() -> None:
     )
 
 
-@pytest.mark.parametrize("topology", ["gpu=4", "node=1,gpu=4", None])
-def test_bytes_cover_all_links_without_nodes(topology: str | None) -> None:
-    rows = summary.table_rows({"runs": [run("stock", 1.0), run("exact", 1.0, topology=topology, bytes={"gpu": 3000})]})
-    assert [row["sent"] for row in rows] == ["3.00 kB"] * 2
+@pytest.mark.parametrize(
+    ("topology", "stock_degree"), [("gpu=4", 4), ("node=1,gpu=4", 4), (None, 4), ("node=2,gpu=2", 2)]
+)
+def test_bytes_cover_all_links_without_nodes_or_in_different_splits(topology: str | None, stock_degree: int) -> None:
+    runs = run("stock", 1.0, degree=stock_degree), run("exact", 1.0, topology=topology, bytes={"gpu": 3000})
+    assert [row["sent"] for row in summary.table_rows({"runs": [*runs]})] == ["3.00 kB"] * 2
