@@ -22,7 +22,7 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.probing import machine_profile
+from xfuser_cocodiff.tools.probing import link_survey
 from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
@@ -57,7 +57,7 @@ def measure(
     """
     device = compute_device()
     mesh = Mesh.over(group, topology, candidates(topology), device=device)
-    profile = machine_profile.measure(mesh, device)
+    profile = link_survey.measure_profile(mesh, device)
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from benchmarks.accelerator.program import RecordedCollective
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.tools.simulation import assumed_change
 from xfuser_cocodiff.tools.simulation.machines import Machine
-from xfuser_cocodiff.tools.simulation.plan import scenario_on_nodes
 from xfuser_cocodiff.tools.simulation.scenario import Scenario
 from xfuser_cocodiff.tools.simulation.sharding import UNSUPPORTED
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS, Workload
@@ -48,7 +48,8 @@ class Cell:
     @property
     def scenario(self) -> Scenario:
         """The same cell for the simulator."""
-        return scenario_on_nodes(self.machine, self.nodes, self.workload, self.resolution, self.batch)
+        machine, how = self.machine, (self.workload, self.resolution, self.batch, assumed_change.STEPS)
+        return Scenario(*how, machine.topology(self.nodes), machine.link_profile, machine.accelerator)
 
     @property
     def problem(self) -> str | None:

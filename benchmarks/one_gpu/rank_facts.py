@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.probing import machine_profile
+from xfuser_cocodiff.tools.probing import link_survey
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
@@ -130,7 +130,7 @@ def _sessions(
     topology, split = Topology.named(node=group.size()), UlyssesRingSplit(group.size(), 1)
     shape = Shape(depth=depth, **setting.pick(FULL_WIDTH, TOY))
     step = transformer.step(shape, compile_with, device, torch.bfloat16)
-    profile = machine_profile.measure(Mesh.over(group, topology, device=device), device)
+    profile = link_survey.measure_profile(Mesh.over(group, topology, device=device), device)
     sessions = {mode: bench_modes.new_session(mode, profile, split, device.type) for mode in modes}
     return step, {STOCK: Session(), **sessions}
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ranks
+from tests import pipefusion_over_gloo, ranks
 from tests.quick import slow_but
 from tests.xdit.families import FAMILIES
+from xfuser_cocodiff.xdit.patching.patch import PatchSet
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -156,6 +157,7 @@ def test_cfg_parallel_equals_stock(degree: int) -> None:
 
 
 def compare_stages(rank: int, world_size: int, arguments: list[str], topology: str) -> None:
+    PatchSet(pipefusion_over_gloo.patches(), "xfuser").install()
     run = Run(rank, world_size, arguments, torch.bfloat16)  # the dtype that stages expect to receive
     run.use_plugin(None)
     run.runner.run(run.inputs)

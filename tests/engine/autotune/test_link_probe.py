@@ -25,7 +25,7 @@ from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.probing import machine_profile
+from xfuser_cocodiff.tools.probing import link_survey
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def measure(rank: int, text: str) -> Profile:
     link_probe._LAST_BYTES = 2**20  # more than in other tests, so that messages grow
     topology = Topology.parse(text, dist.get_world_size())
     mesh = Mesh.over(dist.group.WORLD, topology)
-    profile = machine_profile.measure(mesh, CPU)
+    profile = link_survey.measure_profile(mesh, CPU)
     assert not mesh.traffic.calls  # messages of the probe are not counted
     return profile
 

@@ -154,7 +154,7 @@ def test_traffic_includes_zero_padded_heads() -> None:
 def test_traffic_on_measured_slow_axes_is_compressed() -> None:
     """On Aurora these are the axes between nodes and between GPUs; in a DGX H100, none."""
     scenario = make_scenario("qwen-image", 1536, 24)
-    assert scenario.slow_axes == ("node", "gpu")
+    assert scenario.slow_axes_of(scenario.topology) == ("node", "gpu")
     encoded = estimate_step(scenario, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
     expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.BALANCED, num_slow=12)

@@ -12,15 +12,22 @@ from xfuser_cocodiff.engine.compression import mode_names
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.tools.simulation import assumed_change
 from xfuser_cocodiff.tools.simulation.collectives import Message
 from xfuser_cocodiff.tools.simulation.communication import LayerCommunication
 from xfuser_cocodiff.tools.simulation.layer_time import INSTANT, Computation, Schedule, layer_time
 from xfuser_cocodiff.tools.simulation.machines import AURORA, MACHINES, Machine
-from xfuser_cocodiff.tools.simulation.plan import scenario_on_nodes
 from xfuser_cocodiff.tools.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.tools.simulation.step_time import estimate_step, rank_splits
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS, Workload
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
+
+
+def scenario_on_nodes(machine: Machine, nodes: int, workload: Workload, resolution: int, batch: int = 1) -> Scenario:
+    """Return the scenario of a model on all ranks of some nodes of a known machine."""
+    links, accelerator = machine.link_profile, machine.accelerator
+    return Scenario(workload, resolution, batch, assumed_change.STEPS, machine.topology(nodes), links, accelerator)
+
 
 scenarios = st.builds(
     scenario_on_nodes,

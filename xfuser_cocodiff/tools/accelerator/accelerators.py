@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-HOST_COPY_BYTES_PER_SECOND = 25e9
-"""Bytes copied per second between host and device; assumed: 0.8 of PCI Express 4.0 with 16 lanes."""
 _WIDE_HEAD = 128
 """Head dim from which attention reaches its full rate."""
 
@@ -40,11 +38,6 @@ class Accelerator:
     def with_flops(self, flops: float) -> "Accelerator":
         """Return the accelerator with another rate of linear layers and attention, in FLOP/s."""
         return replace(self, matmul_flops=flops, attention_flops=flops, narrow_attention_flops=flops)
-
-    @property
-    def call_seconds(self) -> float:
-        """Host time of a call that launches no kernel, such as a view or an event; assumed 1/8 of an operator's."""
-        return self.launch_seconds / 8
 
     @property
     def copied_bytes_per_second(self) -> float:

@@ -83,7 +83,11 @@ def draw_step_times(runs: Sequence[dict[str, Any]], out: Path) -> None:
         axes.set_xlabel("step time, ms")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
-        figure.legend(handles=_legend(axes), loc="outside upper right", ncols=4, frameon=False)
+        handles, labels = axes.get_legend_handles_labels()
+        entries = dict(
+            sorted(zip(labels, handles, strict=True), key=lambda pair: not pair[0].startswith(_COMMUNICATION))
+        )
+        figure.legend(entries.values(), entries.keys(), loc="outside upper right", ncols=4, frameon=False)
         figure.savefig(out, transparent=True, metadata={"Date": None})
 
 
@@ -99,9 +103,3 @@ def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
     rest = "step" if run["a2a_seconds_by_axis"] is None else "everything else"
     axes.barh(position, median - left, 0.6, left, color=REST_COLOR, label=rest)
     axes.errorbar(median, position, xerr=[[median - low], [high - median]], color=INK, capsize=4, linewidth=1.2)
-
-
-def _legend(axes: Any) -> list[Any]:
-    """Return one legend entry per color, communication first."""
-    entries = {handle.get_label(): handle for handle in axes.get_legend_handles_labels()[0]}
-    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith(_COMMUNICATION))

@@ -53,16 +53,6 @@ class RecordedRuns:
         return [run for repeat in self.repeats for run in repeat]
 
     @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of a run."""
-        return len(self.runs[-1]["steps"])
-
-    @property
     def step_seconds(self) -> list[float]:
         """Step time of each repeat, in seconds."""
         return [record.step_seconds(repeat) for repeat in self.repeats]
@@ -85,11 +75,11 @@ def compare(folders: Sequence[Path], out: Path, repeats: int) -> dict[str, Any]:
     if mode := stock.settings.get("mode"):
         raise record.RecordError(f"{stock.folder}: recorded in mode {mode}; the first folder must be of stock xDiT")
     for variant in plugins:
-        for what in ("ranks", "steps"):
-            if (count := getattr(variant, f"num_{what}")) != (expected := getattr(stock, f"num_{what}")):
-                raise record.RecordError(
-                    f"{variant.folder}: {count} {what}, and {expected} in {stock.folder}; record the same command twice"
-                )
+        pairs = (variant.ranks, stock.ranks, "ranks"), (variant.runs[-1]["steps"], stock.runs[-1]["steps"], "steps")
+        for own, of_stock, what in pairs:
+            if len(own) != len(of_stock):
+                counts = f"{len(own)} {what}, and {len(of_stock)} in {stock.folder}"
+                raise record.RecordError(f"{variant.folder}: {counts}; record the same command twice")
     return {
         **record_header.header(),
         "host": stock.settings.get("host") or record_header.header()["host"],

@@ -65,10 +65,13 @@ def compare_latents(reference: Path, other: Path) -> dict[str, Any]:
     The peak of the PSNR is the range of the reference's values. Both are None if a file is missing, shapes differ or
     values are not finite.
     """
+    from safetensors.torch import load_file
+
     unknown = {"max_abs": None, "psnr_db": None}
     if not (reference.exists() and other.exists()):
         return unknown
-    expected, actual = _load(reference), _load(other)
+    # Through torch: numpy has no bfloat16.
+    expected, actual = (load_file(file)["latents"].double().numpy() for file in (reference, other))
     if expected.shape != actual.shape or not (np.isfinite(expected).all() and np.isfinite(actual).all()):
         return unknown
     return {
@@ -77,24 +80,15 @@ def compare_latents(reference: Path, other: Path) -> dict[str, Any]:
     }
 
 
-def _load(file: Path) -> np.ndarray:
-    # Through torch: numpy has no bfloat16.
-    from safetensors.torch import load_file
-
-    return load_file(file)["latents"].double().numpy()
-
-
 def compare_images(reference: Path | None, other: Path | None) -> dict[str, Any]:
     """Return PSNR and SSIM of two images; both are None if an image is missing or sizes differ.
 
     For equal images PSNR is None and SSIM is 1.
     """
-    unknown = {"psnr_db": None, "ssim": None}
-    if reference is None or other is None:
-        return unknown
-    expected, actual = read_image(reference), read_image(other)
-    if expected.shape != actual.shape:
-        return unknown
+    images = [read_image(file) for file in (reference, other) if file]
+    if len(images) < 2 or images[0].shape != images[1].shape:
+        return {"psnr_db": None, "ssim": None}
+    expected, actual = images
     return {"psnr_db": psnr_db(expected, actual, 255), "ssim": ssim(expected, actual, 255, channel_axis=2)}
 
 

@@ -1,6 +1,5 @@
 """Combines the images or video frames that a pipeline returns into one image."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +21,10 @@ def image_grid(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         output = output.detach().movedim(-3, -1).float().cpu().numpy()
     images = list(output[:MAX_IMAGES])
-    is_video = bool(images) and (isinstance(images[0], list) or getattr(images[0], "ndim", 3) == 4)
-    if is_video:
-        images = video_frames(images[0])
+    if images and (isinstance(images[0], list) or getattr(images[0], "ndim", 3) == 4):
+        frames, count = images[0], min(len(images[0]), MAX_IMAGES)  # evenly spaced over the video
+        images = [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]
     if images and not hasattr(images[0], "save"):
         has_colors = images[0].shape[-1] in (1, 3, 4)  # latents have other numbers of channels
         images = VaeImageProcessor.numpy_to_pil(np.stack(images)) if has_colors else []
     return make_image_grid(images, 1, len(images)) if images else None
-
-
-def video_frames(frames: Sequence[Any]) -> list[Any]:
-    """Return up to MAX_IMAGES frames, evenly spaced over a video."""
-    count = min(len(frames), MAX_IMAGES)
-    return [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]

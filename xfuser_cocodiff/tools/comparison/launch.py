@@ -84,10 +84,7 @@ def _check(arguments: Sequence[str], modes: Sequence[str]) -> None:
     if command_line.is_script(arguments) and not Path(arguments[0]).is_file():
         raise ValueError(f"script {arguments[0]} does not exist")
     if command_line.option_value(arguments, "ulysses_degree") is None:
-        raise ValueError(
-            "--ulysses_degree is missing after --: the plugin speeds up Ulysses attention, so there is nothing to "
-            "compare without it; try --ulysses_degree 2"
-        )
+        raise ValueError("--ulysses_degree is missing after --: without it nothing differs; try --ulysses_degree 2")
     if modes and (selected := command_line.option_value(arguments, _MODE)):
         raise ValueError(f"--modes {','.join(modes)} and --{_MODE} {selected} are mutually exclusive")
 

@@ -207,7 +207,7 @@ def _memory() -> Any:
 
 def _settings() -> dict[str, Any]:
     """Return what this process is, and the settings of xDiT and the plugin that it runs with."""
-    session = active()
+    session, is_cpu = active(), _device() == CPU
     return {
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "arguments": sys.argv,
@@ -216,15 +216,8 @@ def _settings() -> dict[str, Any]:
         "mode": session.config and session.config.mode,
         **stock_traffic.degrees(),
         "topology": str(session.mesh.topology) if session.mesh else None,
-        "device": _device_name(),
+        "device": f"CPU, threads per rank: {torch.get_num_threads()}" if is_cpu else _memory().get_device_name(),
         "slow_axes": exchanges.slow_axes_of_run(session),
         "exchange": exchanges.of_run(session),
         "layers": session.layers.signatures.report(),
     }
-
-
-def _device_name() -> str:
-    device = _device()
-    if device == CPU:
-        return f"CPU, threads per rank: {torch.get_num_threads()}"
-    return torch.get_device_module(device).get_device_name()

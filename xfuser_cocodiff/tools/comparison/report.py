@@ -50,13 +50,8 @@ def write(record: dict[str, Any], out: Path) -> Path:
     import jinja2
 
     (out / "report.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=jinja2.select_autoescape(),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    how = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": True}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **how)
     environment.filters |= {function.__name__: function for function in _FILTERS}
     rows = summary.table_rows(record)
     charts.draw_step_times(record["runs"], out / STEP_CHART)
@@ -73,7 +68,8 @@ def write(record: dict[str, Any], out: Path) -> Path:
         "step_chart": out / STEP_CHART,
     }
     page = out / "report.html"
-    page.write_text(environment.get_template(page.name).render(content))
+    template = (Path(__file__).parent / page.name).read_text()
+    page.write_text(environment.from_string(template).render(content))
     return page
 
 
@@ -131,7 +127,7 @@ def verdict(record: dict[str, Any]) -> tuple[str, str]:
     ranks, differing = {place["rank"] for place in places}, {place["repeat"] for place in places}
     text = (
         f"The final latents, from which the image is decoded, differ from those of stock xDiT in {len(differing)} of "
-        f"{repeats} runs, on {_count(len(ranks), 'rank')}"
+        f"{repeats} runs, on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
     )
     if latents["max_abs"] is not None:
         text += f"; the largest difference is {latents['max_abs']:.3g}, PSNR {format_db(latents['psnr_db'])}"
@@ -174,7 +170,3 @@ def axes_to_list(record: dict[str, Any]) -> list[str]:
     """Return the axes that get a row of their own in the table; none if there is only one."""
     axes = dict.fromkeys(axis for run in record["runs"] for axis in run["bytes"] or {})
     return list(axes) if len(axes) > 1 else []
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -24,8 +24,7 @@ def segments(transformer: nn.Module, shapes: Mapping[str, torch.Size], tokens: i
     text, image = shapes.get("encoder_hidden_states"), shapes.get("hidden_states")
     if text is None or image is None or len(text) != 3 or tokens - text[1] not in _image_tokens(transformer, image):
         return [tokens]  # attention to the image alone
-    names = [base.__name__ for base in type(transformer).__mro__]
-    image_first = any(name.startswith(_IMAGE_FIRST) for name in names)
+    image_first = any(base.__name__.startswith(_IMAGE_FIRST) for base in type(transformer).__mro__)
     return [tokens - text[1], text[1]] if image_first else [text[1], tokens - text[1]]
 
 

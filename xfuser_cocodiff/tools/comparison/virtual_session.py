@@ -47,8 +47,8 @@ def _virtual_ranks(config: CocoDiffConfig) -> VirtualRanks | None:
         return None
     assert config.virtual
     slow = config.profile.slow_axes if config.profile and config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
-    moving = {axis.name for axis in config.virtual.axes if axis.size > 1}
-    may_gather = config.mode != PAPER and (config.plan is None or set(config.plan.gathered_axes) == moving & set(slow))
+    gathered = {*config.virtual.moving_axes} & {*slow}
+    may_gather = config.mode != PAPER and (config.plan is None or {*config.plan.gathered_axes} == gathered)
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow), may_gather)
     if virtual.layout.num_slow == 1:
         warn_once(start_messages.no_slow_axis(config, config.virtual))

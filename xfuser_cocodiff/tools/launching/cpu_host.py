@@ -1,7 +1,7 @@
 """xDiT on a machine without an accelerator, for the demo, tests and continuous integration.
 
-The CPU takes the place of CUDA: its clock and memory behind torch.cuda, its attention, PipeFusion over gloo, Ray with
-virtual GPUs.
+The CPU takes the place of CUDA: its clock and memory behind torch.cuda, its attention, and Ray
+with virtual GPUs.
 `xfuser_cocodiff.install` is the only place that loads this file, and does so where PyTorch finds no accelerator.
 """
 
@@ -12,7 +12,6 @@ import os
 import resource
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,10 @@ NUM_GPUS = 64
 """Number of Ray's virtual GPUs; more than the workers of one machine."""
 _GIVEN_BY = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
 """Environment variables that name a Ray cluster, or the GPUs that it may use."""
-_MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCoordinator"
-_WITHOUT_GLOO = without(_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
-"""Condition of patches: stages do not communicate over gloo. The series in patches/ adds the symbol."""
 _LONG_CONTEXT = "xfuser.core.long_ctx_attention"
 _RING = f"{_LONG_CONTEXT}.ring.ring_flash_attn"
 _WITHOUT_LONG_CONTEXT = without(_RING, "runnable_attn_type")
 """Condition of patches: long-context attention needs CUDA. The series in patches/ adds the symbol."""
-_MAX_IN_FLIGHT = 64
-"""Maximum number of PipeFusion's sends in flight, more than a stage needs to be ahead of the next one."""
 
 
 class CPU(Platform):
@@ -62,8 +56,8 @@ def cpu_platform() -> CPU:
             "reset_peak_memory_stats": _constant(reset_peak_memory),
             "max_memory_allocated": _constant(peak_memory),
             "max_memory_reserved": _constant(peak_memory),
-            "memory_allocated": _constant(memory),
-            "memory_reserved": _constant(memory),
+            "memory_allocated": _constant(lambda: _resident_bytes("VmRSS")),
+            "memory_reserved": _constant(lambda: _resident_bytes("VmRSS")),
         },
     )
 
@@ -79,7 +73,6 @@ def patches() -> list[Patch]:
         *platform.for_scripts(cpu),
         *attention_kernels.patches(flash_attention),
         *_for_long_context(),
-        *_for_pipefusion(),
         *_for_ray(),
     ]
 
@@ -122,11 +115,6 @@ class CPUEvent:
 def peak_memory() -> int:
     """Return the largest resident size of this process since the last reset, in bytes."""
     return _resident_bytes("VmHWM")
-
-
-def memory() -> int:
-    """Return the resident size of this process, in bytes."""
-    return _resident_bytes("VmRSS")
 
 
 def reset_peak_memory() -> None:
@@ -229,93 +217,6 @@ def _with_torch_type(types: Any) -> Any:
     if not hasattr(types, "TORCH"):
         types.TORCH = types.TORCH_MATH
     return types
-
-
-# PipeFusion over gloo, whose sends differ from NCCL's: a send that nothing references is dropped, and waiting for one
-# waits until it is received.
-
-
-def _for_pipefusion() -> list[Patch]:
-    """Return the patches with which the stages of a pipeline communicate over gloo."""
-    in_flight = _SendsInFlight()
-    send = functools.partial(_holding_sends, in_flight), ("self", "tensor")
-    communicate_shapes = (
-        functools.partial(_sending_shapes_first, in_flight),
-        ("self", "tensor_send_to_next", "recv_prev"),
-    )
-    methods = {"_pipeline_isend": send, "_pipeline_isend_skip": send, "_communicate_shapes": communicate_shapes}
-    why = "waits for sends as if it were NCCL, and does not hold them"
-    return [
-        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, condition=_WITHOUT_GLOO)
-        for name, (replace, parameters) in methods.items()
-    ]
-
-
-class _Send:
-    """A send that holds its tensor, and may be waited for more than once: gloo would wait for the next send then."""
-
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._work: dist.Work | None = work
-        self._tensor: torch.Tensor | None = tensor
-
-    def wait(self) -> None:
-        """Wait until the message is received."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._tensor = None
-
-
-class _SendsInFlight:
-    """The last sends, which would be dropped without a reference."""
-
-    def __init__(self) -> None:
-        self._sends: deque[_Send] = deque()
-
-    def add(self, work: dist.Work, tensor: torch.Tensor) -> _Send:
-        """Hold a send, and wait for the oldest one if there are too many."""
-        self._sends.append(_Send(work, tensor))
-        if len(self._sends) > _MAX_IN_FLIGHT:
-            self._sends.popleft().wait()
-        return self._sends[-1]
-
-
-def _holding_sends(in_flight: _SendsInFlight, send: Callable) -> Callable:
-    """Return a send that holds its tensor."""
-
-    @functools.wraps(send)
-    def held_send(self: Any, tensor: torch.Tensor) -> Any:
-        work = send(self, tensor)
-        return in_flight.add(work, tensor) if _is_gloo(self) else work
-
-    return held_send
-
-
-def _sending_shapes_first(in_flight: _SendsInFlight, communicate: Callable) -> Callable:
-    """Return a function that communicates shapes without waiting for its sends: both stages of a pair may send before
-    either receives."""
-
-    @functools.wraps(communicate)
-    def _communicate_shapes(
-        self: Any, tensor_send_to_next: torch.Tensor | None = None, recv_prev: bool = False
-    ) -> torch.Size:
-        if not _is_gloo(self):
-            return communicate(self, tensor_send_to_next, recv_prev)
-        if tensor_send_to_next is not None:
-            for numbers in ([tensor_send_to_next.ndim], [*tensor_send_to_next.shape]):
-                message = torch.tensor(numbers)
-                in_flight.add(dist.isend(message, self.next_rank, self.device_group), message)
-        length, shape = torch.ones(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-        if recv_prev:
-            dist.recv(length, self.prev_rank, self.device_group)
-            shape = torch.zeros(int(length), dtype=torch.int64)
-            dist.recv(shape, self.prev_rank, self.device_group)
-        return torch.Size(shape)
-
-    return _communicate_shapes
-
-
-def _is_gloo(stages: Any) -> bool:
-    return dist.get_backend(stages.device_group) == dist.Backend.GLOO
 
 
 # Ray with virtual GPUs, which xDiT's workers request.

@@ -11,8 +11,6 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import active
 
 _USP = "xfuser.model_executor.layers.usp"
-_RING = "ring"
-"""Name of the axis of stock's ring in the statistics."""
 
 
 def patches() -> list[Patch]:
@@ -49,7 +47,7 @@ def watch_ring(original: Callable) -> Callable:
         function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            active().traffic.count_bytes(_RING, get_ring_parallel_world_size(), key.nbytes + value.nbytes)
+            active().traffic.count_bytes("ring", get_ring_parallel_world_size(), key.nbytes + value.nbytes)
         return original(function, query, key, value, *args, **kwargs)
 
     return ring_attn

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff.engine.autotune import codec_probe
+from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.autotune.timing import gather
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.probing import machine_profile, pairwise_links
+from xfuser_cocodiff.tools.probing import pairwise_links
 from xfuser_cocodiff.tools.probing.topology_inference import infer_topology
 from xfuser_cocodiff.tools.reporting import record_header
 
@@ -37,7 +40,7 @@ def measure(
     topology = topology or inferred
     profile_started = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
-    profile = machine_profile.measure(mesh, device)
+    profile = measure_profile(mesh, device)
     ended = time.perf_counter()
     return {
         **record_header.header(),
@@ -58,6 +61,17 @@ def measure(
         "seconds": max_over_ranks(ended - started, device),
         "profile_seconds": max_over_ranks(ended - profile_started, device),
     }
+
+
+def measure_profile(mesh: Mesh, device: torch.device) -> Profile:
+    """Measure the links of a mesh, and the codec beside them; every rank of the mesh must call this.
+
+    Args:
+        mesh: mesh with a process group for each axis of its topology and for all of them.
+        device: device of the messages.
+    """
+    probe = Probe(mesh, device)
+    return probe.measure().with_codec(*codec_probe.measure(device, probe.fastest))
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:

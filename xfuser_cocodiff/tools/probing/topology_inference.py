@@ -57,7 +57,9 @@ def _deviation(pairs: Pairs, shape: tuple[int, ...], has_nodes: bool) -> float:
     Infinity if neighboring axes do not differ, except for an outer axis that is known to be nodes.
     """
     upper = np.triu_indices(pairs.size, 1)
-    levels = _levels(shape)[upper]
+    coordinates = np.indices(shape).reshape(len(shape), -1)  # by axis and rank
+    differ = coordinates[:, :, None] != coordinates[:, None, :]
+    levels = differ.argmax(0)[upper]  # of each pair, the outermost axis on which it differs
     deviation, differs = 0.0, np.zeros(len(shape) - 1, dtype=bool)
     for matrix, ratio in ((pairs.latency_seconds, LATENCY_RATIO), (pairs.bytes_per_second, BANDWIDTH_RATIO)):
         values = np.log(np.sqrt(matrix * matrix.T))[upper]
@@ -65,10 +67,3 @@ def _deviation(pairs: Pairs, shape: tuple[int, ...], has_nodes: bool) -> float:
         deviation += math.log(np.abs(values - medians[levels]).mean() + FLOOR)
         differs |= np.abs(np.diff(medians)) >= math.log(ratio)
     return deviation if differs[has_nodes:].all() else math.inf
-
-
-def _levels(shape: tuple[int, ...]) -> np.ndarray:
-    """Return per pair the index of the outermost axis on which it differs, (P, P); `len(shape)` on the diagonal."""
-    coordinates = np.indices(shape).reshape(len(shape), -1)  # by axis and rank
-    differ = coordinates[:, :, None] != coordinates[:, None, :]
-    return np.where(differ.any(0), differ.argmax(0), len(shape))

@@ -40,11 +40,7 @@ def describe(degree: int | None = None) -> dict[str, Any]:
         "ranks_per_node": local,
         "cache": str(folder or OFF),
         "kept": sorted(file.name for file in folder.glob("*.json")) if folder else [],
-        "device": {
-            "device": _device(device),
-            "kernels": _kernels(device),
-            "collectives": _collectives(device),
-        },
+        "device": {"device": _device(device), "kernels": _kernels(device), "collectives": _collectives(device)},
         "patches": patch_states(),
     }
 

@@ -1,6 +1,8 @@
 """Predicts collectives by the planner's cost model: seconds, and bytes along each axis."""
 
+import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,24 +118,24 @@ def sent_bytes(plan: Plan, message_bytes: float) -> dict[str, float]:
         plan: plan of the all-to-all.
         message_bytes: size of the rank's message, including the block that it keeps.
     """
-    sent = dict.fromkeys((axis.name for axis in plan.topology.axes), 0.0)
-    for stage in plan.stages:
-        block = message_bytes / math.prod(plan.topology.shape[dim] for dim in stage)
-        for dim in reversed(stage):
-            axis = plan.topology.axes[dim]
-            sent[axis.name] += (axis.size - 1) * block
-            block *= axis.size
-    return sent
+    sizes = ([plan.topology.shape[dim] for dim in stage] for stage in plan.stages)
+    return _bytes_along_axes(plan, [message_bytes / math.prod(each) for each in sizes])
 
 
 def gathered_bytes(plan: Plan, block_bytes: float) -> dict[str, float]:
     """Return the bytes that a rank sends along each axis in an all-gather of blocks of this size, by name."""
+    sizes = (math.prod(plan.topology.shape[dim] for dim in stage) for stage in plan.stages)
+    return _bytes_along_axes(plan, itertools.accumulate(sizes, operator.mul, initial=block_bytes))
+
+
+def _bytes_along_axes(plan: Plan, blocks: Iterable[float]) -> dict[str, float]:
+    """Return the bytes along each axis, given the block with which each stage begins."""
     sent = dict.fromkeys((axis.name for axis in plan.topology.axes), 0.0)
-    for stage in plan.stages:
+    for stage, block in zip(plan.stages, blocks, strict=False):
         for dim in reversed(stage):
             axis = plan.topology.axes[dim]
-            sent[axis.name] += (axis.size - 1) * block_bytes
-            block_bytes *= axis.size
+            sent[axis.name] += (axis.size - 1) * block
+            block *= axis.size
     return sent
 
 

@@ -37,6 +37,11 @@ class Payloads(NamedTuple):
     """K and V where they are gathered, which neither Q nor O are then."""
     ring: int | None = None
 
+    def of(self, names: str) -> float | None:
+        """Return those of some of q, k, v and o."""
+        whole = self.o if names == "o" else self.qkv
+        return self.kv or (whole and whole * len(names) / (1 if names == "o" else 3))
+
 
 _LOSSLESS = Payloads()
 
@@ -107,8 +112,7 @@ class LayerCommunication:
             sizes = SentSizes.of(heads, heads, self._num_slots, num_fast)
             gathers = self.mode != PAPER and planner.gathers_kv(self._num_slots, sizes)
             return Resharding(self.scenario, self.group, self._slow_axes) if gathers else None
-        moving = [axis.name for axis in self.group.axes if axis.size > 1]
-        gather = Resharding(self.scenario, self.group, moving[:1])
+        gather = Resharding(self.scenario, self.group, self.group.moving_axes[:1])
         tensors = [[each.tensor_bytes(name) for name in "qkv"] for each in (self.by_heads, gather)]
         profile = self.by_heads.profile(tensors[0][0])
         return gather if gather.num_fast > 1 and planner.gather_pays(profile, gather.gathered, *tensors) else None
@@ -185,12 +189,7 @@ class LayerCommunication:
         """Return the schedules by numbers of head groups, each with V first and with Q, K and V together."""
 
         def message(names: str, groups: int) -> Message:
-            payload: float | None = payloads.kv
-            if not resharding.gathered:
-                payload = payloads.o
-                if names != "o":
-                    payload = None if payloads.qkv is None else payloads.qkv * len(names) / 3
-            return resharding.message(names, payload, self._slow_axes, groups)
+            return resharding.message(names, payloads.of(names), self._slow_axes, groups)
 
         return [
             Schedule(

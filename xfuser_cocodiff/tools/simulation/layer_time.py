@@ -63,24 +63,16 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int, n
         moved = BYTES_PER_VALUE * (2 + 2 * ring * num_gathered) * counts[JOINT] * workload.width
         return accelerator.kernel_seconds(moved, attention_flops=flops, head_dim=workload.head_dim)
 
-    merges = _merges(ring) if ring > 1 else Work()
+    further = ring - 1  # blocks that are merged
+    kernels, passes = _MERGE_KERNELS * further + _CAST_KERNELS, _MERGE_PASSES * further + _CAST_PASSES
+    merging = Pointwise(JOINT, kernels, passes), Pointwise(ROW, _MERGE_SCALARS * further, 0)
+    merges = Work(pointwise=merging if further else ())
     return Computation(
         query_key,
         parallel,
         attention(shard.attended, padded_heads) + merges.seconds(counts, padded_heads * workload.head_dim, accelerator),
         rest + (attention(workload.cross_text_tokens, workload.heads) if kind.has_cross_attention else 0.0),
-        (kind.kernels + merges.kernels + ring - 1) * accelerator.launch_seconds,
-    )
-
-
-def _merges(ring: int) -> Work:
-    """Return the kernels that merge the blocks of a ring."""
-    further = ring - 1
-    return Work(
-        pointwise=(
-            Pointwise(JOINT, _MERGE_KERNELS * further + _CAST_KERNELS, _MERGE_PASSES * further + _CAST_PASSES),
-            Pointwise(ROW, _MERGE_SCALARS * further, 0),
-        )
+        (kind.kernels + merges.kernels + further) * accelerator.launch_seconds,
     )
 
 

@@ -4,12 +4,13 @@ They are the table in `machines.json`, where every figure has a published source
 those of a rank while all ranks send.
 """
 
-import itertools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -81,13 +82,8 @@ class Machine:
 
     def contention_at(self, message_bytes: float) -> float:
         """Return the contention factor within a node for messages of this size."""
-        points = self.contention
-        if message_bytes <= points[0][0]:
-            return points[0][1]
-        for (low, start), (high, end) in itertools.pairwise(points):
-            if message_bytes <= high:
-                return start + (end - start) * math.log(message_bytes / low) / math.log(high / low)
-        return points[-1][1]
+        sizes, factors = zip(*self.contention, strict=True)
+        return float(np.interp(math.log(message_bytes), np.log(sizes), factors))
 
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -16,21 +16,7 @@ from xfuser_cocodiff.tools.simulation.communication import LayerCommunication
 from xfuser_cocodiff.tools.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.tools.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.tools.simulation.step_time import StepEstimate, rank_splits
-from xfuser_cocodiff.tools.simulation.workloads import PIXELS_PER_TOKEN, Workload, find_workload
-
-
-def scenario_on_nodes(machine: Machine, nodes: int, workload: Workload, resolution: int, batch: int = 1) -> Scenario:
-    """Return the scenario of a model on all ranks of some nodes of a known machine.
-
-    Args:
-        machine: cluster of the nodes.
-        nodes: number of nodes.
-        workload: model.
-        resolution: pixels per side, or rows of a video.
-        batch: number of images.
-    """
-    steps, accelerator = assumed_change.STEPS, machine.accelerator
-    return Scenario(workload, resolution, batch, steps, machine.topology(nodes), machine.link_profile, accelerator)
+from xfuser_cocodiff.tools.simulation.workloads import PIXELS_PER_TOKEN, find_workload
 
 
 def make_scenario(
@@ -89,11 +75,10 @@ def make_scenario(
         raise ValueError("a single rank has no communication; valid are machines and profiles of 2 ranks or more")
     if teraflops and accelerator:
         accelerator = accelerator.with_flops(1e12 * teraflops)
-    scenario = Scenario(workload, resolution, batch, steps, topology, link_profile, accelerator)
-    if recorded is None:
-        return scenario
-    assumption = f"the change per step of the run in {recorded}"
-    return replace(scenario, changes=assumed_change.of_record(recorded), assumption=assumption)
+    own: tuple[Any, ...] = ()
+    if recorded:
+        own = assumed_change.of_record(recorded), f"the change per step of the run in {recorded}"
+    return Scenario(workload, resolution, batch, steps, topology, link_profile, accelerator, *own)
 
 
 def _topology(machine: Machine, nodes: int | None, ranks: int | None) -> Topology:
@@ -139,7 +124,7 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
         "tokens_per_rank": {"image": shard.image, "text": shard.text},
         "remarks": list(shard.remarks),
         "problem": shard.problem,
-        "slow_axes": list(scenario.slow_axes),
+        "slow_axes": list(scenario.slow_axes_of(scenario.topology)),
         "rows": [_row(scenario, each, stock) for each in ([stock] if stock else []) + estimates],
         "assumption": scenario.assumption,
         "change_per_step": [round(each, 3) for each in assumed_change.stretch(scenario.changes, scenario.steps)],

@@ -66,11 +66,6 @@ class Scenario:
         counts = {IMAGE: shard.image, TEXT: shard.text, JOINT: shard.queries, CROSS_TEXT: cross, ROW: 1}
         return {name: self.rows * count for name, count in counts.items()}
 
-    @property
-    def slow_axes(self) -> tuple[str, ...]:
-        """Axes on which modes compress without --cocodiff_slow_axes and without a ring."""
-        return self.slow_axes_of(self.topology)
-
     def slow_axes_of(self, group: Topology) -> tuple[str, ...]:
         """Return the axes on which modes compress within a Ulysses group or a ring, which are measured separately."""
         return () if group.size == 1 else self.link_profile(group, self.message_bytes("q")).slow_axes
