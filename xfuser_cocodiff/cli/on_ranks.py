@@ -65,10 +65,10 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
     from xfuser_cocodiff.tools.launching import rank_group
-    from xfuser_cocodiff.xdit.platforms import detected_topology
+    from xfuser_cocodiff.xdit.platforms import platform
 
     try:
-        topology = options.topology or detected_topology.detect_topology(_world_size(), os.environ)
+        topology = options.topology or platform.detect_topology(_world_size())
         group = rank_group.start(options.timeout)
         record = work(group, topology)
     except ValueError as error:

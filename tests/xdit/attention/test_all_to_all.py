@@ -1,7 +1,6 @@
 """Replaced all-to-all functions of xDiT against their originals, on the same ranks and tensors."""
 
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +62,7 @@ def check_usp(rank: int, topologies: list[str], ring: int = 1) -> None:
     world = int(os.environ["WORLD_SIZE"]) // ring
     for topology in topologies:
         use(topology, ring)
-        for batch, heads, tokens, depth in ((1, world, 5, 4), (2, 3 * world, 7, 8), (3, 2 * world, 2, 1)):
+        for batch, heads, tokens, depth in ((1, world, 5, 4), (2, 3 * world, 7, 1)):
             for dtype in DTYPES:
                 q, k, v, gate = (random(i, batch, heads, tokens, depth, dtype=dtype) for i in range(4))
                 few = [random(i, batch, world, tokens, depth, dtype=dtype) for i in (5, 6)]
@@ -79,18 +78,12 @@ def check_usp(rank: int, topologies: list[str], ring: int = 1) -> None:
                     (usp._ft_c_output_all_to_all, (attended,)),
                     (usp._ft_c_output_all_to_all, (strided,)),
                 ):
-                    assert uses_plugin(function, tensors), f"{function.__name__} fell through to stock"
+                    active().traffic.reset()
                     assert equal(function(*tensors), function.__wrapped__(*tensors)), function.__name__
+                    assert active().traffic.calls, f"{function.__name__} fell through to stock"
 
 
-def uses_plugin(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether a call used the plugin's all-to-all."""
-    active().traffic.reset()
-    function(*tensors)
-    return bool(active().traffic.calls)
-
-
-@pytest.mark.parametrize("degree", slow_but([6], TOPOLOGIES))
+@pytest.mark.parametrize("degree", slow_but([4], TOPOLOGIES))
 def test_all_to_all_equals_stock(degree: int) -> None:
     ranks.run(check_usp, degree, TOPOLOGIES[degree])
 
@@ -132,9 +125,7 @@ def test_unsupported_tensors_raise_stocks_errors() -> None:
 def test_codecs_are_inactive_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph would repeat the codecs of one step."""
     session = Session(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", disable=lambda _: None))
-    layer = SimpleNamespace(
-        name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run", batched_branches=1), call=None
-    )
+    layer = SimpleNamespace(name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert session.codecs.of_layer(layer, "share") == "coded"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -81,9 +81,9 @@ def make_configs(rank: int) -> list[str]:
     """Return how errors are printed: without the flag, and after a bad option."""
     from xfuser import xFuserArgs
 
-    from xfuser_cocodiff.xdit.platforms import detected_topology
+    from xfuser_cocodiff.xdit.platforms import platform
 
-    with mock.patch.object(detected_topology, "detect_topology", side_effect=AssertionError) as detected:
+    with mock.patch.object(platform, "detect_topology", side_effect=AssertionError) as detected:
         xFuserArgs(model="small", ulysses_degree=2).create_config()
     assert not detected.called  # it asks drivers
     found = [sys.excepthook.__module__]

@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import detected_topology, platform
+from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.settings.parsers import OFF
 from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
@@ -35,7 +35,7 @@ def describe(degree: int | None = None) -> dict[str, Any]:
     return {
         "versions": {name: record_header.package_version(name) for name in (*REQUIRED, *_OPTIONAL)},
         "plugin": "installed" if is_installed else activation.incompatibility() or "removed because of an error",
-        "topology": str(detected_topology.detect_topology(degree, os.environ)),
+        "topology": str(platform.detect_topology(degree)),
         "degree": degree,
         "ranks_per_node": local,
         "cache": str(folder or OFF),

@@ -16,7 +16,7 @@ from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gathe
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platforms import detected_topology, platform
+from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.settings import ignored_options
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
@@ -131,7 +131,7 @@ def agree_on_config(
     device_type = platform.compute_device().type
 
     def make_config() -> CocoDiffConfig:
-        topology = detected_topology.detect_topology(degree * ring_degree, os.environ)
+        topology = platform.detect_topology(degree * ring_degree)
         return resolve(values, os.environ, SequenceRanks(degree, topology, ring_degree), device_type)
 
     # Flags are the same on all ranks, but variables and what the launcher reports may differ.

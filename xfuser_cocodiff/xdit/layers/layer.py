@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,33 +26,17 @@ from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_par
 from xfuser_cocodiff.xdit.layers.layer_call import QUERY_INPUT, EagerCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerSignatures, LayerStructure
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
-from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, LayerSession, RootModule
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipe, find_source, projections_of
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
-
-
-class LayerSession(Protocol):
-    """What layers ask of the session that they belong to."""
-
-    def counts_calls(self) -> bool:
-        """Return whether calls of transformers count at the moment."""
-
-    def overlaps(self) -> bool:
-        """Return whether communication may overlap with computation at the moment."""
-
-    def before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Decide, before a call of a transformer with these arguments is counted, how its layers run."""
-
-    def start_value(self, value: torch.Tensor, layer: "Layer") -> Handle:
-        """Start the all-to-all of a layer's V, or of its first head group where the call has several."""
 
 
 @dataclass(eq=False)
 class LayerContext:
     """What all layers of a session share."""
 
-    session: "LayerSession"
+    session: LayerSession
     """The session of the layers."""
     may_overlap: bool
     """Whether V may go first and an MLP may be deferred; if not, no attention module is wrapped."""

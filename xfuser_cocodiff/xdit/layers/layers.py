@@ -97,7 +97,7 @@ class Layers(LayerContext):
         """Return the transformer of running modules, which are given innermost first, and count its calls."""
         transformer = next(module for module in reversed(running) if not is_compiler(module))
         if transformer not in self._roots:
-            self._roots[transformer] = RootModule(transformer, self.session.counts_calls, self.session.before_call)
+            self._roots[transformer] = RootModule(transformer, self.session)
         root = self._roots[transformer]
         outer = running[-1]  # the transformer, or torch.compile's wrapper of it
         if not is_wrapped(outer, root.call_transformer):

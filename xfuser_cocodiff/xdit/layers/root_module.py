@@ -8,13 +8,31 @@ a graph.
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+
 WRAPPER = "_orig_mod"
 """Name of the original module in torch.compile's wrapper."""
+
+
+class LayerSession(Protocol):
+    """What layers ask of the session that they belong to."""
+
+    def counts_calls(self) -> bool:
+        """Return whether calls of transformers count at the moment."""
+
+    def overlaps(self) -> bool:
+        """Return whether communication may overlap with computation at the moment."""
+
+    def before_call(self, root: "RootModule", args: tuple, kwargs: dict[str, Any]) -> None:
+        """Decide, before a call of a transformer with these arguments is counted, how its layers run."""
+
+    def start_value(self, value: torch.Tensor, layer: Any) -> Handle:
+        """Start the all-to-all of a layer's V, or of its first head group where the call has several."""
 
 
 class RootModule:
@@ -22,17 +40,11 @@ class RootModule:
 
     Args:
         transformer: the transformer, during a call.
-        counts_calls: returns whether calls are to be counted at the moment.
-        before_call: called before each call is counted, with its arguments.
+        session: the session of its layers.
     """
 
-    def __init__(
-        self,
-        transformer: nn.Module,
-        counts_calls: Callable[[], bool],
-        before_call: Callable[["RootModule", tuple, dict[str, Any]], None],
-    ) -> None:
-        self._transformer, self._counts_calls, self._before_call = weakref.ref(transformer), counts_calls, before_call
+    def __init__(self, transformer: nn.Module, session: LayerSession) -> None:
+        self._transformer, self._session = weakref.ref(transformer), session
         self.run: Any = None
         """The run of the current call; None where its layers are not encoded."""
         self.calls = 0
@@ -58,8 +70,8 @@ class RootModule:
 
     def count_call(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Count a call with these arguments."""
-        if self._counts_calls():
-            self._before_call(self, args, kwargs)
+        if self._session.counts_calls():
+            self._session.before_call(self, args, kwargs)
             self.calls += 1
             self.total_calls += 1
             self.shapes = {name: value.shape for name, value in kwargs.items() if torch.is_tensor(value)}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -249,6 +251,12 @@ def _select_device_first(original: Callable, platform: Platform) -> Callable:
 def device_name() -> str:
     """Return the driver's name of this rank's XPU, which tells the number of tiles; empty where there is no XPU."""
     return torch.xpu.get_device_name() if torch.xpu.is_available() else ""
+
+
+def detect_topology(degree: int) -> Topology:
+    """Return the topology of groups of `degree` ranks that launcher and device show on this rank; ranks of different
+    nodes may detect different ones."""
+    return launcher.detect(degree, os.environ, device_name())
 
 
 def compute_device() -> torch.device:
