@@ -20,7 +20,7 @@ from xfuser_cocodiff.xdit.attention import schedule_choice
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
-LENGTHS = (60, 58, 46, 34, 52, 44)
+LENGTHS = (60, 58, 46, 34)
 """Text tokens of each request: with the image's, all between two powers of two."""
 STEPS = 20
 

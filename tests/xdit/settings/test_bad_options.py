@@ -126,13 +126,15 @@ def test_bad_variables_of_records_and_logs(variable: str) -> None:
     assert_names(caught.value, variable)
 
 
-WORDS = st.lists(st.sampled_from([*"=,:x+*/;@ \n", "node", "gpu", "kv", "bits", "0", "1.6", "-1", "1e308", "nan", "²"]))
+WORDS = st.lists(
+    st.sampled_from([*"=,:x+*/;@ \n\0٣", "node", "gpu", "kv", "bits", "0", "1.6", "-1", "1e308", "nan", "²"])
+)
 """Words, marks and numbers of the options' notations."""
 FLAGS = [option.field for option in OPTIONS if option.default is not False]
 
 
 @settings(derandomize=True, max_examples=100)
-@given(st.dictionaries(st.sampled_from(FLAGS), WORDS.map("".join) | st.text(max_size=12), min_size=1, max_size=2))
+@given(st.dictionaries(st.sampled_from(FLAGS), WORDS.map("".join), min_size=1, max_size=2))
 def test_any_text_is_a_config_or_names_an_option(values: dict[str, str]) -> None:
     try:
         assert config_of({**SHARED, **values}) is not None
