@@ -128,38 +128,6 @@ class FusedProjection(nn.Module):
         return self.harness.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
 
 
-class GroupedQuery(nn.Module):
-    """Grouped-query attention: each head of V serves two of Q."""
-
-    def __init__(self, harness: Harness) -> None:
-        super().__init__()
-        self.harness, self.to_q, self.to_v = harness, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
-        self.processor = Processor()
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        query = heads(self.to_q(hidden_states))
-        self.harness.events.append("norm")
-        value = self.to_v(hidden_states).unflatten(-1, (HEADS // 2, -1)).transpose(1, 2).repeat_interleave(2, dim=1)
-        return self.harness.usp(query, value).transpose(1, 2).flatten(2)
-
-
-class JoinedStreams(Attention):
-    """Joint attention with one projection: the module joins the streams, and USP gets the tokens of the first."""
-
-    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
-        both = torch.cat([hidden_states, encoder_hidden_states], 1)
-        query, value = heads(self.to_q(both)), heads(self.to_v(both))
-        return self.harness.usp(query[:, :, :TOKENS], value[:, :, :TOKENS]).transpose(1, 2).flatten(2)
-
-
-class CrossAttention(Attention):
-    """Cross-attention to a text half as long."""
-
-    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
-        query, value = heads(self.to_q(hidden_states)), heads(self.to_v(encoder_hidden_states))
-        return self.harness.usp(query[:, :, :3], value).transpose(1, 2).flatten(2).repeat(1, 2, 1)
-
-
 class Block(nn.Module):
     """Attention, and optionally a parallel MLP."""
 
@@ -227,9 +195,6 @@ V_FIRST = ["to_v", "send", "to_q", "attend"]
         (lambda harness: Block(Attention(harness)), False, V_FIRST, "to_v"),
         (Attention, False, V_FIRST, "to_v"),  # the ModuleList that holds it is never called
         (lambda harness: Block(FusedProjection(harness)), False, ["send", "norm", "attend"], "to_qkv_mlp_proj"),
-        (lambda harness: Block(GroupedQuery(harness)), False, ["send", "norm", "attend"], "to_v"),
-        (lambda harness: Block(JoinedStreams(harness)), True, V_FIRST, "to_v"),
-        (lambda harness: Block(CrossAttention(harness)), True, V_FIRST, "to_v"),
         (
             lambda harness: Block(Attention(harness, text=True)),
             True,
@@ -237,13 +202,13 @@ V_FIRST = ["to_v", "send", "to_q", "attend"]
             "add_v_proj and to_v",
         ),
     ],
-    ids=["self-attention", "in a list", "fused", "grouped-query", "joined streams", "cross-attention", "two streams"],
+    ids=["self-attention", "in a list", "fused", "two streams"],
 )
 def test_v_is_sent_as_soon_as_its_inputs_are_known(
     harness: Harness, block: Callable, text: bool, events: list[str], sources: str
 ) -> None:
     transformer = Transformer([block(harness) for _ in range(3)])
-    with known_as(text="in front", repeats_heads=True):
+    with known_as(text="in front"):
         assert steps(harness, transformer, text=text) == 3 * events
     assert statuses(harness) == {f"V can go first, from {sources}"}
     assert len({sent.layer for sent in harness.sent}) == 3 and not harness.sent[-1].drained_unused
@@ -293,13 +258,6 @@ def test_signatures_of_old_lengths_are_dropped(harness: Harness) -> None:
         signatures.of_call(module, {"hidden_states": torch.zeros(1, tokens, WIDTH)}, "SDPA")
     assert len(signatures) == MAX_SIGNATURES
     assert len({signature.key for signature in signatures}) == 1  # from 256 to 383 tokens
-
-
-def test_v_goes_first_with_weights_that_require_grad(harness: Harness) -> None:
-    """Models built outside of inference mode have such weights."""
-    with torch.inference_mode(False):
-        transformer = Transformer([Block(FusedProjection(harness)) for _ in range(2)])
-    assert steps(harness, transformer).count("send") == 2
 
 
 def test_v_that_is_no_view_of_its_projection_does_not_go_first(harness: Harness) -> None:

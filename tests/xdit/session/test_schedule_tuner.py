@@ -12,8 +12,6 @@ from tests.quick import slow_but
 from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.topology.plans import Plan
-from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.layers.schedule_candidates import PLUGIN, ScheduleCandidates
 from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
@@ -208,14 +206,6 @@ def test_layers_with_fewer_candidates_keep_the_plugins_schedule(clock: FakeClock
     assert (many.chosen, few.chosen) == (IN_TWO, V_FIRST)
 
 
-def test_equal_candidates_are_timed_once(clock: FakeClock) -> None:
-    layer = ScheduleCandidates([V_FIRST, V_FIRST, IN_TWO])
-    steps = Steps(clock, layer)
-    steps.seconds[IN_TWO] = 0.8
-    ran = [schedule for _ in range(1 + 8) for schedule in steps.run(layer)]
-    assert ran.count(V_FIRST) == 5 and ran.count(IN_TWO) == 4 and layer.chosen == IN_TWO
-
-
 def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_steps: list[int] = []
     session = session_module.Session()
@@ -262,29 +252,6 @@ def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> list[str]:
 def test_ranks_choose_by_the_mean_of_their_step_times(by_rank: list[dict[bool, float]], expected: str) -> None:
     for chosen in ranks.run(choose_on_ranks, 2, by_rank):
         assert all(one.startswith(expected) for one in chosen) and len(chosen) == 2
-
-
-def num_timed_steps(rank: int) -> list[int]:
-    """Return the number of timed steps after each step of a lossy run, in which every fourth step is a keyframe."""
-    group, _, step = start(rank, depth=3)
-    topology = Topology.named(node=2)
-    config = CocoDiffConfig(
-        topology=topology, mode="paper", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
-    )
-    session = use_config(group, config)
-    session.begin_run(20)
-    found = []
-    for _ in range(9):
-        step()
-        session.end_step()
-        found.append(sum(map(len, session.schedule_tuner._seconds.values())))
-    return found
-
-
-def test_keyframes_of_a_lossy_run_are_not_timed() -> None:
-    for found in ranks.run(num_timed_steps, 2):
-        # Layers are found in step 1 and verified in step 2; steps 5 and 9 are keyframes.
-        assert found == [0, 0, 1, 2, 2, 3, 4, 5, 5]
 
 
 def resume_after_unequal_steps(rank: int, num_steps: int) -> tuple[list[bool], bool]:
