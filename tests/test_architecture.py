@@ -129,3 +129,9 @@ def exists(name: str) -> bool:
     module, _, symbol = name.rpartition(".")
     defined = rf"^(?:(?:def|class) {symbol}\b|{symbol}\b.*=)"
     return name in FILES or (module in FILES and bool(re.search(defined, FILES[module].read_text(), re.MULTILINE)))
+
+
+def test_every_claim_has_tests() -> None:
+    folder = Path(__file__).parent
+    named = set(re.findall(r"`([a-z0-9_/]+\.py)`", (folder / "claims.md").read_text()))
+    assert len(named) > 40 and not [name for name in named if not (folder / name).is_file()]
