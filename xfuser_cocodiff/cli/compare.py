@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines(comparison: dict[str, Any]) -> Sequence[str]:
     """Return verdicts and notes of a comparison, and its table last."""
-    from xfuser_cocodiff.tools.comparison import report, summary
+    from xfuser_cocodiff.tools.comparison import report, report_table
     from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED, format_bytes
 
     pairs, lines = report.split_by_variant(comparison), []
@@ -108,9 +108,9 @@ def _lines(comparison: dict[str, Any]) -> Sequence[str]:
             how = ", ".join(f"{axis} {each}" for axis, each in run["exchange"].items())
             lines.append(f"Exchange of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
     lines += [
-        f"{run['name']}: {summary.error_text(run)}" for run in comparison["runs"] if run["mean_error"] is not None
+        f"{run['name']}: {report_table.error_text(run)}" for run in comparison["runs"] if run["mean_error"] is not None
     ]
-    return [*lines, "", _table(summary.table_rows(comparison)), "", summary.sentence(comparison)]
+    return [*lines, "", _table(report_table.table_rows(comparison)), "", report_table.sentence(comparison)]
 
 
 def _table(rows: Sequence[dict[str, str]]) -> str:

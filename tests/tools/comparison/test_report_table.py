@@ -3,7 +3,7 @@
 import pytest
 
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.tools.comparison import summary
+from xfuser_cocodiff.tools.comparison import report_table
 
 
 def run(name: str, *seconds: float, **more: object) -> dict:
@@ -35,7 +35,7 @@ def test_inter_node_fraction_equals_a_count_over_ranks(stage: str, axes: str) ->
         if {name for name, a, b in zip(names, origin, other, strict=True) if a != b} <= set(axes.split())
     ]
     on_other_nodes = [peer for peer in peers if peer[0] != origin[0]]
-    assert summary.inter_node_fraction(stage, topology) == pytest.approx(len(on_other_nodes) / len(peers))
+    assert report_table.inter_node_fraction(stage, topology) == pytest.approx(len(on_other_nodes) / len(peers))
 
 
 def test_rows_and_sentence_show_speedup_and_quality() -> None:
@@ -46,14 +46,14 @@ def test_rows_and_sentence_show_speedup_and_quality() -> None:
     paper = run("paper", 0.85, 0.89, 0.95, ratio_to_stock=0.89, **lossy)
     slow = run("slow", 1.2, 1.25, 1.3, ratio_to_stock=1.25, latents={"bit_equal": False}, codecs=None)
     record = {"runs": [stock, exact, fast, paper, slow]}
-    assert [tuple(row.values()) for row in summary.table_rows(record)] == [
+    assert [tuple(row.values()) for row in report_table.table_rows(record)] == [
         ("stock", "1.00 s (0.90 to 1.10)", "-", "2.00 kB", "-", "-"),
         ("exact", "700 ms (600 to 800)", "1.43x", "2.00 kB", "equal", "bit-identical"),
         ("fast", "250 ms", "4.00x (one repeat)", "120 B", "43.2 dB", "lossy"),
         ("paper", "890 ms (850 to 950)", "no significant difference", "2.00 kB", "43.2 dB", "lossy"),
         ("slow", "1.25 s (1.20 to 1.30)", "0.80x (slower)", "2.00 kB", "-", "differs"),
     ]
-    assert summary.sentence(record) == (
+    assert report_table.sentence(record) == (
         "exact: speedup 1.43x, bit-identical; fast: speedup 4.00x (one repeat), PSNR 43.2 dB to stock; paper: no "
         "significant difference in step time, PSNR 43.2 dB to stock; slow: speedup 0.80x (slower), differs."
     )
@@ -64,4 +64,4 @@ def test_rows_and_sentence_show_speedup_and_quality() -> None:
 )
 def test_bytes_cover_all_links_without_nodes_or_in_different_splits(topology: str | None, stock_degree: int) -> None:
     runs = run("stock", 1.0, degree=stock_degree), run("exact", 1.0, topology=topology, bytes={"gpu": 3000})
-    assert [row["sent"] for row in summary.table_rows({"runs": [*runs]})] == ["3.00 kB"] * 2
+    assert [row["sent"] for row in report_table.table_rows({"runs": [*runs]})] == ["3.00 kB"] * 2

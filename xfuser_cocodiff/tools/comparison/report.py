@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.engine.compression.mode_names import EXACT
-from xfuser_cocodiff.tools.comparison import charts, summary
+from xfuser_cocodiff.tools.comparison import charts, report_table
 from xfuser_cocodiff.tools.comparison.fidelity import read_image
 from xfuser_cocodiff.tools.reporting.formatting import (
     NOT_MEASURED,
@@ -22,7 +22,7 @@ from xfuser_cocodiff.tools.reporting.formatting import (
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP_CHART, IMAGES = "step.svg", "images.png"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
-_FILTERS = (format_bytes, format_db, format_percent, format_seconds, sum_over_axes, summary.error_text)
+_FILTERS = (format_bytes, format_db, format_percent, format_seconds, sum_over_axes, report_table.error_text)
 """Functions that the template uses, by their own names."""
 
 
@@ -53,13 +53,13 @@ def write(record: dict[str, Any], out: Path) -> Path:
     how = {"trim_blocks": True, "lstrip_blocks": True, "autoescape": True}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **how)
     environment.filters |= {function.__name__: function for function in _FILTERS}
-    rows = summary.table_rows(record)
+    rows = report_table.table_rows(record)
     charts.draw_step_times(record["runs"], out / STEP_CHART)
     if images := _labeled_images(record["runs"], rows, out):
         charts.draw_contact_sheet(images, out / IMAGES)
     content = {
         "record": record,
-        "sentence": summary.sentence(record),
+        "sentence": report_table.sentence(record),
         "rows": rows,
         "pairs": [_variant_section(pair, out) for pair in split_by_variant(record)],
         "passed": passed(record),

@@ -1,4 +1,4 @@
-"""Summarizes a comparison: a table with one row per variant, and one sentence with speedup and quality."""
+"""The table of a comparison, a row per variant, and one sentence with speedup and quality."""
 
 import math
 from collections.abc import Mapping
