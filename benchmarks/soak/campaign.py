@@ -107,23 +107,23 @@ class Campaign:
         self.report(f"request {number}{struck}: {request.model} {request.mode}; {len(self.failures)} failures so far")
 
     def _strike(self, number: int, request: Request, fault: Fault) -> None:
-        kills = fault.kind == KILLED
-        waits = [rank for rank in range(self.plan.ranks) if not (kills and rank == fault.victim)]
-        if kills:
+        if fault.kind == KILLED:
             self._in_job(request)  # so that all have started
-        outcomes = self._in_job(request, fault, waits)
-        if kills:
-            self._end_job()
+        outcomes = self._in_job(request, fault)
         words = ERRORS[fault.kind].format(victim=fault.victim)
-        wrong = [f"rank {rank}: {outcomes[rank].error}" for rank in waits if words not in str(outcomes[rank].error)]
+        wrong = [
+            f"rank {rank}: {outcome.error}"
+            for rank, outcome in enumerate(outcomes)
+            if words not in str(outcome.error) and not (fault.kind == KILLED and rank == fault.victim)
+        ]
         passed = not wrong or self._fail(number, request, f"{fault.kind}: not {words!r} but {wrong[0]}")
         self.faults[fault.kind] = self.faults.get(fault.kind, 0) + passed
 
-    def _in_job(self, request: Request, fault: Fault | None = None, waits: Sequence[int] = ()) -> list[Outcome]:
+    def _in_job(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
         """Run a request in the job that goes on, and end it if a rank hangs or has ended."""
         if self._job is None:
             self._job, self._num_jobs = Job(self._settings, self.plan.timeout), self._num_jobs + 1
-        outcomes = self._job.run(request, fault, waits)
+        outcomes = self._job.run(request, fault)
         resources = [each.resources for each in outcomes if each.resources]
         if len(resources) < len(outcomes):
             self._end_job()

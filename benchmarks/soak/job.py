@@ -92,20 +92,18 @@ class Job:
         for _, other in pipes:
             other.close()
 
-    def run(self, request: Request, fault: Fault | None = None, waits: Sequence[int] = ()) -> list[Outcome]:
+    def run(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
         """Run a request on all ranks and return what came of it on each; no rank may take longer than the timeout.
 
         Args:
             request: the request.
             fault: strikes it.
-            waits: ranks whose outcome is needed, when not all are.
         """
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a rank that has ended; its outcome says so
                 pipe.send((request, fault))
         outcomes, deadline = dict[int, Outcome](), time.monotonic() + self._timeout
-        expected = {*(waits or range(len(self._pipes)))}
-        while missing := [self._pipes[rank] for rank in expected - outcomes.keys()]:
+        while missing := [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]:
             ready = wait(missing, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break

@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 from benchmarks.accelerator.streams import Event
 from tests import ranks
-from tests.benchmarks.accelerator.emulated import CALL, COLLECTIVE, LAUNCH, ROUND, SHORTEST, accelerator
+from tests.benchmarks.accelerator.emulated import CALL, ROUND, SHORTEST, accelerator
 
 if TYPE_CHECKING:
     from benchmarks.accelerator.device import EmulatedAccelerator
@@ -153,40 +153,6 @@ def test_calls_that_need_values_make_the_host_wait() -> None:
     for name, end in ends.items():
         assert (end > DEVICE) == (name not in free), name
         assert end < DEVICE * 3.1 if name == "equal" else end < DEVICE + HOST, name
-
-
-def synchronized(rank: int) -> float:
-    """Return when the host goes on after it has waited for the device with a kernel in another stream."""
-    with accelerator() as emulator:
-        with torch.Stream(emulator.device):
-            kernel(emulator)
-        torch.accelerator.synchronize()
-        return emulator.host_time.floor
-
-
-def test_the_host_waits_for_all_streams_of_the_device() -> None:
-    [end] = ranks.run(synchronized, 1)
-    assert DEVICE < end < DEVICE + HOST
-
-
-def host_costs(rank: int) -> float:
-    """Return the host time of a collective on a comm stream."""
-    with accelerator(2) as emulator:
-        given, received = (torch.empty(64, device=emulator.device) for _ in range(2))
-        main, side = torch.accelerator.current_stream(), torch.Stream(emulator.device)
-        emulator.begin_step()
-        ready = main.record_event()
-        with side:
-            side.wait_event(ready)
-            dist.all_to_all_single(received, given)
-        main.wait_stream(side)
-        received.add_(1)
-        return emulator.host_time.floor
-
-
-def test_the_host_takes_time_for_launches_collectives_and_events() -> None:
-    [seconds] = ranks.run(host_costs, 1)
-    assert seconds == pytest.approx(LAUNCH + COLLECTIVE + 4 * CALL)
 
 
 def next_step(rank: int) -> tuple[float, int]:

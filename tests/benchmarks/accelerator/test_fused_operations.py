@@ -17,44 +17,33 @@ from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 FLUX = WORKLOADS["flux.1-dev"]
 
 
-def attend(rank: int) -> tuple[torch.Size, int, float, bool]:
+def fused(rank: int) -> list[tuple[torch.Size, float, float, bool]]:
+    """Return shape, launches and kernel seconds of attention and RMSNorm, and whether they are as ever on the CPU."""
     from benchmarks.accelerator.device import EmulatedAccelerator
 
     with EmulatedAccelerator(H100) as emulator:
         query, key = (zeros(emulator.device, 1, 24, tokens, 128) for tokens in (512, 2048))
-        emulator.begin_step()
-        output = functional.scaled_dot_product_attention(query, key=key, value=key)
-        program = emulator.end_step()
-        own = torch.ones(1, 1, 4, 8)
-        is_unchanged = torch.equal(functional.scaled_dot_product_attention(own, own, own), own)
-    return output.shape, program.totals[LAUNCHES], program.totals[KERNEL_SECONDS], is_unchanged
-
-
-def test_attention_is_one_kernel() -> None:
-    [(shape, launches, seconds, is_unchanged)] = ranks.run(attend, 1)
-    assert (shape, launches) == ((1, 24, 512, 128), 1)
-    assert seconds == pytest.approx(4 * 24 * 512 * 2048 * 128 / H100.attention_flops)
-    assert is_unchanged
-
-
-def normalize(rank: int) -> tuple[torch.Size, int, float, bool]:
-    from benchmarks.accelerator.device import EmulatedAccelerator
-
-    with EmulatedAccelerator(H100) as emulator:
         given, weight = zeros(emulator.device, 4096, 24, 128), zeros(emulator.device, 128)
-        emulator.begin_step()
-        output = functional.rms_norm(given, (128,), weight, 1e-6)
-        program = emulator.end_step()
-        own = torch.ones(2, 4)
-        is_unchanged = torch.allclose(functional.rms_norm(own, (4,)), own)
-    return output.shape, program.totals[LAUNCHES], program.totals[KERNEL_SECONDS], is_unchanged
+        own = torch.ones(1, 1, 4, 8)
+        calls = (
+            (lambda: functional.scaled_dot_product_attention(query, key=key, value=key), (own, own, own)),
+            (lambda: functional.rms_norm(given, (128,), weight, 1e-6), None),
+        )
+        found = []
+        for call, on_cpu in calls:
+            emulator.begin_step()
+            output, totals = call(), emulator.end_step().totals
+            same = functional.scaled_dot_product_attention(*on_cpu) if on_cpu else functional.rms_norm(own, (8,))
+            found.append((output.shape, totals[LAUNCHES], totals[KERNEL_SECONDS], torch.allclose(same, own)))
+    return found
 
 
-def test_rms_norm_is_one_kernel() -> None:
-    [(shape, launches, seconds, is_unchanged)] = ranks.run(normalize, 1)
-    assert (shape, launches) == ((4096, 24, 128), 1)
-    assert seconds == pytest.approx(2 * 2 * 4096 * 24 * 128 / H100.bytes_per_second, rel=0.05)
-    assert is_unchanged
+def test_attention_and_rms_norm_are_one_kernel() -> None:
+    [[attention, norm]] = ranks.run(fused, 1)
+    seconds = pytest.approx(4 * 24 * 512 * 2048 * 128 / H100.attention_flops)
+    assert attention == ((1, 24, 512, 128), 1, seconds, True)
+    assert norm[:2] == ((4096, 24, 128), 1) and norm[3]
+    assert norm[2] == pytest.approx(2 * 2 * 4096 * 24 * 128 / H100.bytes_per_second, rel=0.05)
 
 
 def run_blocks(rank: int, accelerator: Accelerator, sizes: list[tuple[int, int]]) -> dict:

@@ -54,41 +54,6 @@ def test_an_event_orders_two_streams() -> None:
     assert main.tail.floor == 15 + 20 + 1
 
 
-def test_a_kernel_beside_an_idle_main_stream_delays_nothing() -> None:
-    host = Host()
-    main, side = host.streams[0], Stream(host)
-    host.launch(main, 1)
-    host.launch(side, 2)
-    host.host_time = host.host_time.after(10)
-    host.launch(main, 1)
-    assert main.tail.floor == 11
-
-
-def test_a_main_stream_that_waits_for_a_kernel_is_not_delayed_twice() -> None:
-    host = Host()
-    main, side = host.streams[0], Stream(host)
-    host.launch(side, 5)
-    main.wait_stream(side)
-    assert main.tail.floor == 5
-
-
-def test_an_event_marks_what_was_queued_when_it_was_recorded() -> None:
-    host = Host()
-    main, side = host.streams[0], Stream(host)
-    event = Event()
-    side.wait_event(event)  # never recorded: no wait
-    assert side.tail.floor == 0
-    host.launch(main, 3)
-    event.record()
-    host.launch(main, 3)
-    with side:
-        event.wait()
-    assert side.tail.floor == 3
-    event.record(main)
-    side.wait_event(event)
-    assert side.tail.floor == 6
-
-
 def test_only_synchronization_makes_the_host_wait() -> None:
     host = Host(launch_seconds=1, call_seconds=0.25)
     main, side = host.streams[0], Stream(host)
@@ -103,17 +68,6 @@ def test_only_synchronization_makes_the_host_wait() -> None:
     assert host.host_time.floor == 1 + 20
     host.launch(side, 1)
     assert side.tail.floor == 1 + 20 + 1 + 1
-
-
-def test_events_of_an_earlier_step_have_passed() -> None:
-    host = Host()
-    main = host.streams[0]
-    host.launch(main, 3)
-    event = main.record_event()
-    host.num_steps, host.host_time, main.tail = 2, Instant(), Instant()
-    main.wait_event(event)
-    event.synchronize()
-    assert main.tail == host.host_time == Instant()
 
 
 def simulated(calls: list[tuple], launch_seconds: float) -> list[float]:

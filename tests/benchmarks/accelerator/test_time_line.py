@@ -49,22 +49,3 @@ def test_instants_resolve_to_the_simulated_times(steps: int) -> None:
             assert queue.instant.resolve(ends) == pytest.approx(queue.time), seed
         for each in collectives:
             assert each.start.resolve(ends) <= each.end + 1e-9
-
-
-def test_a_chain_of_collectives_leaves_one_term() -> None:
-    queue = Queue()
-    for _ in range(100):
-        collective = Collective(queue, 1.0)
-        queue.instant = queue.instant.after_collective(collective).after(2.0)
-    assert queue.instant == Instant(2.0, {collective: 2.0})
-
-
-def test_kernels_beside_a_collective_keep_their_terms() -> None:
-    queue = Queue()
-    first = Collective(queue, 0.0)
-    queue.instant = queue.instant.after_collective(first).after(1.0)
-    second = Collective(queue, 0.0)
-    queue.instant = queue.instant.after(5.0).after_collective(second)
-    assert queue.instant.offsets == {first: 6.0, second: 0.0}
-    assert queue.instant.resolve({first: 1.0, second: 3.0}) == 7
-    assert queue.instant.resolve({first: 1.0, second: 9.0}) == 9

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from benchmarks import bare_runtime
 from benchmarks.full_size.architectures import ARCHITECTURES, LAST
-from benchmarks.full_size.transformer import FullMask, FullSizeTransformer, build
-from tests import mock_device, ranks
-from tests.quick import slow, slow_but
+from benchmarks.full_size.transformer import FullSizeTransformer, build
+from tests import ranks
+from tests.quick import slow
 from xfuser_cocodiff.tools.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
 from xfuser_cocodiff.tools.simulation.sharding import shard
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
@@ -202,46 +199,3 @@ def expected_flops(name: str, kind: str, resolution: int, degree: int) -> float:
     if kind == LAST:  # it discards its text: no output projection, no MLP, and 2 of 6 vectors of modulation
         flops -= 2 * (9 * tokens.text + 4) * workload.width**2
     return workload.rows_per_image * flops
-
-
-class OneDevice(TorchDispatchMode):
-    """Context in which all tensors of an operation must be on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device, self.num_operations = device, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        assert {tensor.device for tensor in tensors} <= {self.device}, f"{func} uses another device"
-        self.num_operations += 1
-        return result
-
-
-def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
-    """Return the number of operations of the second call, and how often the host waited for the device in it."""
-    device, waits = mock_device.register_mock_device(), []
-    stream = SimpleNamespace(synchronize=lambda: waits.append(1))
-    with group(2), mock.patch.object(torch.accelerator, "current_stream", lambda _: stream):
-        full = build(WORKLOADS[name], 1, device)
-        full.call(resolution)
-        waits.clear()
-        with OneDevice(device) as operations:
-            full.call(resolution)
-    return operations.num_operations, len(waits)
-
-
-@pytest.mark.skipif(not mock_device.HAS_BACKENDS, reason="this PyTorch has no devices written in Python")
-@pytest.mark.parametrize("name", slow_but(["sd3.5-large"], ARCHITECTURES))
-def test_calls_need_no_values_and_no_other_device(name: str) -> None:
-    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if WORKLOADS[name].frames else 1024)
-    assert num_operations > 100
-    assert waits == (name == "hunyuanvideo")  # it indexes text by a mask
-
-
-def test_a_full_mask_selects_everything() -> None:
-    values = torch.randn(2, 3, 4)
-    with FullMask():
-        assert torch.equal(values[:, torch.tensor([True, False, False])], values)
-        assert torch.equal(values[torch.tensor([1])], values[1:])
