@@ -94,7 +94,7 @@ def test_choices_and_numbers_are_checked(arguments: list[str], recorded: list[st
 
 def test_a_size_that_xdit_cannot_run_says_why() -> None:
     found = rows.predict_cell(cell(resolution=800), ["exact"], print)
-    assert "2500 image tokens are not divisible by 24" in found["problem"] and not found["rows"]
+    assert "not divisible by 24: xDiT fails" in found["problem"] and not found["rows"]
 
 
 def test_text_that_xdit_cannot_shard_is_shortened() -> None:
