@@ -128,12 +128,13 @@ def test_a_session_ends_with_its_runtime_state() -> None:
     ranks.run(start_another_engine, 2)
 
 
-def reduce_on_ranks(rank: int) -> tuple[list[float], list[float]]:
-    """Return the mean of a time and the sum of errors that differ between ranks."""
+def reduce_on_ranks(rank: int) -> tuple[list[float], list[float], list[bool]]:
+    """Return the mean of a time and the sum of errors that differ between ranks, and whether they agree on values."""
     group, *_ = start(rank, depth=3)
     session = use_config(group, config_of("balanced"))
-    return reductions.mean([float(rank)]), session.runtime._sum_over_ranks([float(rank), -float(rank)])
+    agreed = [reductions.all_agree(value) for value in (rank, -rank, "the same")]
+    return reductions.mean([float(rank)]), session.runtime._sum_over_ranks([float(rank), -float(rank)]), agreed
 
 
 def test_ranks_agree_on_the_mean_time_and_the_sum_of_errors() -> None:
-    assert ranks.run(reduce_on_ranks, 2) == [([0.5], [1.0, -1.0])] * 2
+    assert ranks.run(reduce_on_ranks, 2) == [([0.5], [1.0, -1.0], [False, False, True])] * 2
