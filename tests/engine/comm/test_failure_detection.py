@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.quick import slow_but
+from tests.quick import slow, slow_but
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.comm import deadline, failure_detection
@@ -296,8 +296,8 @@ def end_before_a_failure(rank: int, end: str, is_called: bool) -> None:
 @pytest.mark.parametrize(
     ("end", "is_called", "cause"),
     [
-        ("exits", False, "rank 1 is alive but did not call it"),
-        ("destroys its groups", False, "rank 1 is alive but did not call it"),
+        slow("exits", False, "rank 1 is alive but did not call it"),
+        slow("destroys its groups", False, "rank 1 is alive but did not call it"),
         ("exits", True, "one of them is too slow; rank 2 is not among them and ended earlier"),
         ("an exception", False, "rank 2 is lost or unresponsive"),
     ],
