@@ -17,14 +17,15 @@ predict() {
 on_machines() {
     local model=(--model "$1" --resolution "$2")
     predict "$1-nodes" --machine ethernet-25 ethernet-100 --nodes 2 "${model[@]}"
-    predict "$1-boxes" --machine pcie dgx-h100 aurora --nodes 1 2 "${model[@]}"
+    predict "$1-boxes" --machine pcie dgx-h100 --nodes 1 2 "${model[@]}"
+    predict "$1-aurora" --machine aurora --nodes 1 2 --model "$1" --resolution "$3"
     predict "$1-arc" --machine arc-b60 --nodes 1 "${model[@]}"
 }
 
 # An image and a video model on each machine.
 machines() {
-    on_machines flux1 1024
-    on_machines wan 720
+    on_machines flux1 1024 1536  # the rows of 1024 px are not divisible by 12 ranks
+    on_machines wan 720 720
 }
 
 # The paper's models, of which SD3.5 has no flat Ulysses, so that its baseline is best stock; and the paper's peak.
