@@ -27,7 +27,7 @@ STOCK_OPERATORS = 3
 """Operators around one collective of stock: a copy on both sides, and the wait."""
 PLUGIN_OPERATORS = 6
 """Operators around one all-to-all of the plugin: two copies, events of streams, bookkeeping. Measured: all-to-alls of
-a layer take 0.16 ms of a CPU (docs/maintainers.md), as long as 20 operators of an accelerator."""
+a layer take 0.16 ms of a CPU, as long as 20 operators of an accelerator."""
 CODEC_OPERATORS = 4
 """Operators of the codec of a tensor: kernel launches and at most so many others (docs/maintainers.md)."""
 _PADDING_OPERATORS = 3
