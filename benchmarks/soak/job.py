@@ -83,7 +83,9 @@ class Job:
         self._pipes = [own for own, _ in pipes]
         self._processes = [
             context.Process(
-                target=_run_rank, args=(rank, settings, self._folder, other, self._pipes, timeout), daemon=True
+                target=_run_rank,
+                args=(rank, settings, self._folder, other, _all_but(other, pipes), timeout),
+                daemon=True,
             )
             for rank, (_, other) in enumerate(pipes)
         ]
@@ -135,6 +137,11 @@ class Job:
         shutil.rmtree(self._folder)
 
 
+def _all_but(end: Connection, pipes: Sequence[tuple[Connection, Connection]]) -> list[Connection]:
+    """Return all other ends of pipes: a fork has them too, and a pipe has no end while one is open."""
+    return [each for pipe in pipes for each in pipe if each is not end]
+
+
 def prepare(models: Path) -> None:
     """Import xDiT with the plugin in the process that ranks are forked from; call this before torch is imported.
 
@@ -164,7 +171,7 @@ def _run_rank(
     """Run requests until this rank is told to end, or the process that has started it is gone."""
     import torch.distributed as dist
 
-    for pipe in inherited:  # or this rank would keep the pipes of others open
+    for pipe in inherited:
         pipe.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
     log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
