@@ -8,6 +8,7 @@ import torch
 
 from xfuser_cocodiff.tools.launching.rank_group import process_groups, start
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.patching import patch
 from xfuser_cocodiff.xdit.session.session import Session
 
 __all__ = ["process_groups", "start"]
@@ -55,6 +56,7 @@ def use_session(session: Session) -> None:
 
     if session.config or session.mesh:
         activation.activate()
+        patch.switch_layers(True)  # the session before may have left them to stock
     _RUNTIME.cocodiff = session
     session.select_kernels()
 
