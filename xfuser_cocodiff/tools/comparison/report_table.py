@@ -24,12 +24,12 @@ def table_rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return one row per variant, stock first, each a mapping from column heading to cell.
 
     The bytes are what a rank sends in a step: over links between nodes if there are several nodes, else over all links.
-    Also over all links where Ulysses degrees differ, since a topology is that of one degree.
+    Also over all links where Ulysses degrees differ or are unknown, since a topology is that of one degree.
     """
     stock, *plugins = record["runs"]
     is_one_degree = all(run["degree"] == stock["degree"] for run in plugins)
-    named = next((run["topology"] for run in plugins if run["topology"] and is_one_degree), None)
-    topology = Topology.parse(named, stock["degree"]) if named else Topology.flat(stock["degree"])
+    named = next((run["topology"] for run in plugins if run["topology"] and is_one_degree and run["degree"]), None)
+    topology = Topology.parse(named, stock["degree"]) if named else Topology.flat(stock["degree"] or 1)
     has_nodes = any(axis.name == NODE and axis.size > 1 for axis in topology.axes)
 
     def sent_bytes(run: Mapping[str, Any]) -> int | None:
