@@ -127,8 +127,8 @@ def _resident_bytes(name: str) -> int:
     """Return a figure of Linux about this process; elsewhere the largest resident size since it started."""
     try:
         return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    except (OSError, IndexError):  # no such file, or a sandbox whose file has no such line
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # Attention: that of PyTorch in the place of flash-attn.
