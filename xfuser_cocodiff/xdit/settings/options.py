@@ -42,7 +42,7 @@ OPTIONS = (
     ),
     Option(
         "cocodiff_a2a",
-        f"Plan of the all-to-all, such as 'flat'; {AUTO!r} (default): by message size.",
+        f"Plan of the all-to-all, 'flat' or 'hierarchical'; {AUTO!r} (default): by message size.",
         parsers.plan,
         f"{AUTO!r}, or a [plan](plans.md)",
     ),
@@ -54,7 +54,7 @@ OPTIONS = (
     ),
     Option(
         "cocodiff_timeout",
-        "Time until an unresponsive rank ends the job; default: PyTorch's timeout.",
+        "Seconds until an unresponsive rank ends the job; default: PyTorch's timeout.",
         parsers.seconds,
         f"seconds above 0, up to {MAX_SECONDS:g}",
     ),
@@ -91,7 +91,7 @@ OPTIONS = (
     ),
     Option(
         "cocodiff_virtual",
-        "Topology of virtual ranks, which show a mode's quality on one rank.",
+        "Topology of virtual ranks on one rank, such as 2x2, or ring:2x2.",
         parsers.virtual,
         "[topology](topology.md)",
     ),
@@ -103,7 +103,7 @@ OPTIONS = (
     ),
     Option(
         "cocodiff_memory_budget",
-        "Memory of link references on each rank; default: by free memory.",
+        "GiB of link references on each rank; default: by free memory.",
         parsers.memory,
         "GiB above 0, such as 2.5",
         ignored=_IN_EXACT,
