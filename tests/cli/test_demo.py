@@ -106,6 +106,11 @@ def test_without_the_repository_it_says_where_the_models_are(
     assert "clone the repository" in capsys.readouterr().err
 
 
+def test_ranks_that_two_nodes_do_not_divide_are_refused(run: Callable, capsys: pytest.CaptureFixture) -> None:
+    assert run("--", "--model", "FLUX.1-dev", "--ulysses_degree", "3")[0] == 2
+    assert "3 ranks are not valid; valid are even numbers" in capsys.readouterr().err
+
+
 def test_the_script_runs_the_command_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/demo.sh").write_text(SCRIPT.read_text())

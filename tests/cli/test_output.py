@@ -49,3 +49,10 @@ def test_a_record_is_written_to_a_pipe(tmp_path: Path) -> None:
     assert json.loads(os.read(reader, 1000))["cells"] == []
     os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as error:
+        write_json(options(tmp_path / "file/record.json"), {})
+    assert error.value.code == 2 and f"--json {tmp_path}/file/record.json: " in capsys.readouterr().err

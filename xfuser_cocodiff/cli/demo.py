@@ -45,9 +45,12 @@ def run(options: argparse.Namespace) -> int:
         return fail("the demo's small models are not in the wheel; clone the repository, and run the demo in it")
     hub = Path(".models").resolve()
     model = command_line.option_value(arguments, "model")
-    subprocess.run(
-        [sys.executable, "-m", "models", "--out", hub, *([model] if model else [])], cwd=repository, check=True
-    )
+    if (ranks := command_line.num_ranks(arguments)) % 2:
+        return fail(f"the demo divides the ranks over two nodes: {ranks} ranks are not valid; valid are even numbers")
+    if subprocess.run(
+        [sys.executable, "-m", "models", "--out", hub, *([model] if model else [])], cwd=repository
+    ).returncode:
+        return fail(f"no small model {model}; `python -m models --help` lists them")
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         os.environ.pop(name, None)
     # Cached profiles and schedules of earlier runs are not used, so that every demo measures a first run.

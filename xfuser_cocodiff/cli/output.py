@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 USAGE_STATUS = 2
@@ -20,12 +21,19 @@ def write_json(options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Write a record to the file of --json, if it is given; the file is replaced atomically."""
     if options.json is None:
         return
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**record, "command": options.command}, indent=2) + "\n"
-    if options.json.exists() and not options.json.is_file():  # such as /dev/stdout
-        options.json.write_text(text)
+    try:
+        _write(options.json, text)
+    except OSError as error:
+        raise SystemExit(fail(f"--json {options.json}: {error.strerror}; name a file that can be written")) from None
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists() and not file.is_file():  # such as /dev/stdout
+        file.write_text(text)
         return
-    file = options.json.resolve()
+    file = file.resolve()
     partial = file.with_name(f"{file.name}.partial")
     partial.write_text(text)
     partial.replace(file)
