@@ -39,6 +39,8 @@ paper() {
 }
 
 machines &
-paper
-wait $!
+status=0
+paper || status=1
+wait $! || status=1
+[ $status = 0 ] || exit $status
 python -m benchmarks.cluster.tables "$folder"
