@@ -18,6 +18,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.probing import pairwise_links
 from xfuser_cocodiff.tools.probing.topology_inference import infer_topology
 from xfuser_cocodiff.tools.reporting import record_header
+from xfuser_cocodiff.xdit.platforms import platform
 
 
 def measure(
@@ -36,7 +37,8 @@ def measure(
     """
     started = time.perf_counter()
     measured = pairwise_links.measure_pairs(group, device, timeout or pairwise_links.TIMEOUT_SECONDS)
-    inferred = infer_topology(measured, _ranks_per_node(group.size(), device))
+    tiles = int(max_over_ranks(launcher.tiles_per_gpu(os.environ, platform.device_name()), device))
+    inferred = infer_topology(measured, _ranks_per_node(group.size(), device), tiles)
     topology = topology or inferred
     profile_started = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)

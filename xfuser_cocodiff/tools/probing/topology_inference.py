@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
+from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, NESTING, Topology
 from xfuser_cocodiff.tools.probing.pairwise_links import Pairs
 
 BANDWIDTH_RATIO = 1.4
@@ -17,7 +17,7 @@ FLOOR = 0.02
 """Deviation (natural logarithm) that counts as measurement noise."""
 
 
-def infer_topology(pairs: Pairs, ranks_per_node: int | None = None) -> Topology:
+def infer_topology(pairs: Pairs, ranks_per_node: int | None = None, tiles_per_gpu: int = 1) -> Topology:
     """Return the topology whose axes explain the measurements best.
 
     A topology of up to three axes predicts which pairs have equal links: those whose ranks differ on the same outermost
@@ -27,7 +27,9 @@ def infer_topology(pairs: Pairs, ranks_per_node: int | None = None) -> Topology:
     Args:
         pairs: measurements of ranks that are numbered along the innermost axis first.
         ranks_per_node: makes nodes the outermost axis, even if their links measure like others: a pair has the network
-            cards of its node to itself, an all-to-all does not. None if unknown.
+            cards of its node to itself, an all-to-all does not. None if unknown: no axis is named a node then, because
+            the default mode is lossy between nodes.
+        tiles_per_gpu: size of an innermost axis that is named `tile`, if larger than 1.
 
     Returns:
         The topology; flat if one axis explains the measurements as well.
@@ -37,10 +39,17 @@ def infer_topology(pairs: Pairs, ranks_per_node: int | None = None) -> Topology:
     nodes, shapes = 1, _shapes(pairs.size, len(AXIS_NAMES))
     if ranks_per_node and pairs.size % ranks_per_node == 0:
         nodes = pairs.size // ranks_per_node
-        shapes = ((nodes, *inner) for inner in _shapes(ranks_per_node, len(AXIS_NAMES) - 1))
-    candidates = [{name: size for name, size in zip(AXIS_NAMES, shape, strict=False) if size > 1} for shape in shapes]
-    best = min(candidates, key=lambda axes: _deviation(pairs, tuple(axes.values()), nodes > 1))
-    return Topology.named(**best) if len(best) > 1 or nodes > 1 else Topology.flat(pairs.size)
+        inside = _shapes(ranks_per_node, len(AXIS_NAMES) - 1) if ranks_per_node > 1 else [()]
+        shapes = ((nodes, *inner) if nodes > 1 else inner for inner in inside)
+    best = min(shapes, key=lambda shape: _deviation(pairs, shape, nodes > 1))
+    return _named(best, tiles_per_gpu, nodes > 1) if len(best) > 1 or nodes > 1 else Topology.flat(pairs.size)
+
+
+def _named(shape: tuple[int, ...], tiles_per_gpu: int, has_nodes: bool) -> Topology:
+    """Return the topology of a shape, whose axes within a node are named from the innermost."""
+    likely = ("tile", "gpu", "socket") if shape[-1] == tiles_per_gpu else ("gpu", "socket", "switch")
+    inside = sorted(likely[: len(shape) - has_nodes], key=NESTING.index)
+    return Topology.named(**dict(zip(["node"] * has_nodes + inside, shape, strict=True)))
 
 
 def _shapes(size: int, axes: int) -> Iterator[tuple[int, ...]]:
