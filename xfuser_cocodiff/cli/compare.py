@@ -106,7 +106,7 @@ def _lines(comparison: dict[str, Any]) -> Sequence[str]:
         if run["exchange"]:
             sent = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in (run["bytes"] or {}).items())
             how = ", ".join(f"{axis} {each}" for axis, each in run["exchange"].items())
-            lines.append(f"Exchange of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
+            lines.append(f"Collectives of {run['name']}: {how}; sent: {sent or NOT_MEASURED}")
     lines += [
         f"{run['name']}: {report_table.error_text(run)}" for run in comparison["runs"] if run["mean_error"] is not None
     ]

@@ -10,8 +10,8 @@ from xfuser_cocodiff.cli.output import fail, positive, silence_libraries, write_
 VIRTUAL = "2x2"
 _FIELDS = ("cocodiff_slow_axes", "cocodiff_a2a", "cocodiff_memory_budget")
 """Options of the plugin that runs on virtual ranks share."""
-_EXCHANGES = {"heads": "by heads", "kv": "gathered K and V", "ring": "ring"}
-"""Texts of the exchanges along slow axes."""
+_COLLECTIVES = {"heads": "all-to-all", "kv": "gathered K and V", "ring": "ring"}
+"""Texts of the collectives along slow axes."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -97,14 +97,14 @@ def show(record: dict[str, Any]) -> None:
     """Print a table with one row per case."""
     from xfuser_cocodiff.cli import tables
 
-    texts, console = ("mode", "changes", "exchange"), tables.console()
+    texts, console = ("mode", "changes", "collectives"), tables.console()
     columns = (*texts, "error", "by tensor", "bits", "bytes", "PSNR dB", "sd", "SSIM", "LPIPS")
     table = tables.table(columns, texts)
     for row in record["rows"]:
         table.add_row(
             row["mode"],
             row["codec"],
-            ", ".join(_EXCHANGES[each] for each in row["exchanges"]) or "not coded",
+            ", ".join(_COLLECTIVES[each] for each in row["exchanges"]) or "not coded",
             _format(row["mean_error"], ".2%"),
             " ".join(f"{name.upper()} {error:.1%}" for name, error in sorted(row["error"].items())),
             f"{row['bits']:.2f}",
@@ -118,7 +118,7 @@ def show(record: dict[str, Any]) -> None:
     console.print("error: norm of decoded minus sent values over that of the sent ones, mean over tensors and steps")
     if yardsticks := next((row["yardsticks"] for row in record["rows"] if row["yardsticks"]), None):
         console.print("on the same tensors: " + ", ".join(f"{name.upper()} {e:.2%}" for name, e in yardsticks.items()))
-    console.print("bits: per value that crosses slow links; bytes: over lossless ones of the same exchange")
+    console.print("bits: per value that crosses slow links; bytes: over lossless ones of the same collectives")
     console.print("PSNR, SSIM, LPIPS: to lossless runs, mean over seeds")
 
 

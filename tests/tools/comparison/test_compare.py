@@ -127,7 +127,7 @@ def test_script_is_launched_per_variant_and_repeat(quick_script: Callable, tmp_p
     assert record["runs"][1]["command"].endswith("--use_cocodiff")
     printed = capsys.readouterr().out
     assert "Bit-identical to stock." in printed
-    assert "Exchange of exact: flat heads; sent: flat 10 B" in printed
+    assert "Collectives of exact: flat heads; sent: flat 10 B" in printed
     # The order alternates.
     order = [printed.index(f"{launched}: started") for launched in ("stock 1", "plugin 1", "plugin 2", "stock 2")]
     assert order == sorted(order)

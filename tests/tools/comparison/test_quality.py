@@ -61,17 +61,17 @@ def test_invalid_options_are_reported(arguments: list[str], text: str, capsys) -
     assert text in capsys.readouterr().err
 
 
-EXCHANGES = {
+COLLECTIVES = {
     ("2x2", "auto"): [("kv",), ("heads",)],
     ("2x2", "hierarchical"): [("heads",), ("heads",)],
     ("4x1", "auto"): [("heads",), ("heads",)],
     ("4x1", "hierarchical:node=kv"): [("kv",), ("heads",)],
     ("ring:2x2", "auto"): [("ring",), ("ring",)],
 }
-"""Exchanges of 'balanced' and 'paper' by --cocodiff_virtual and --cocodiff_a2a."""
+"""Collectives of 'balanced' and 'paper' by --cocodiff_virtual and --cocodiff_a2a."""
 
 
-def evaluate_exchange(rank: int, virtual: str, a2a: str) -> dict:
+def evaluate(rank: int, virtual: str, a2a: str) -> dict:
     parser = argparse.ArgumentParser()
     quality_command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["quality", "--cocodiff_virtual", virtual, "--cocodiff_a2a", a2a])
@@ -102,15 +102,15 @@ def test_modes_keep_the_error_that_they_promise(model: str, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(("virtual", "a2a"), slow_but([*EXCHANGES][:1], [*EXCHANGES]))
-def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, capsys) -> None:
-    [record] = ranks.run(evaluate_exchange, 1, virtual, a2a)
-    assert [tuple(row["exchanges"]) for row in record["rows"]] == EXCHANGES[virtual, a2a]
+@pytest.mark.parametrize(("virtual", "a2a"), slow_but([*COLLECTIVES][:1], [*COLLECTIVES]))
+def test_rows_name_the_collectives_that_ran(virtual: str, a2a: str, capsys) -> None:
+    [record] = ranks.run(evaluate, 1, virtual, a2a)
+    assert [tuple(row["exchanges"]) for row in record["rows"]] == COLLECTIVES[virtual, a2a]
     quality_command.show(record)
     lines = capsys.readouterr().out.splitlines()[1:]
-    texts = {"kv": "gathered K and V", "heads": "by heads", "ring": "ring"}
-    for exchanges, line in zip(EXCHANGES[virtual, a2a], lines, strict=False):
-        assert f"  {', '.join(texts[each] for each in exchanges)}  " in line
+    texts = {"kv": "gathered K and V", "heads": "all-to-all", "ring": "ring"}
+    for names, line in zip(COLLECTIVES[virtual, a2a], lines, strict=False):
+        assert f"  {', '.join(texts[each] for each in names)}  " in line
 
 
 def evaluate_guidance(rank: int) -> list[tuple[int, dict]]:

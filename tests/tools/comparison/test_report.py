@@ -284,7 +284,7 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
     assert "M<1>" not in html
     for text in (
         *report.verdict(comparison),
-        "exchange of each axis</th><td>-</td><td>gpu kv",
+        "collectives of each axis</th><td>-</td><td>gpu kv",
         "xdit --model",
         "100.0 ms",
         "46.67 kB",

@@ -184,7 +184,7 @@ def traffic_and_references(
     rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology, exchange: str
 ) -> tuple[dict[str, int], int, dict[str, str]]:
     """Return the bytes that a rank sends in a run along each axis, those of its link references, and the exchange."""
-    from xfuser_cocodiff.tools.comparison import exchanges
+    from xfuser_cocodiff.tools.comparison import axis_collectives
     from xfuser_cocodiff.xdit.session.session import active
 
     degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]
@@ -205,7 +205,7 @@ def traffic_and_references(
     active().traffic.reset()
     run()
     reference_bytes = run.runtime.reports[-1].reference_bytes if run.runtime else 0
-    return dict(active().traffic.sent_bytes), reference_bytes, exchanges.of_run(active())
+    return dict(active().traffic.sent_bytes), reference_bytes, axis_collectives.of_run(active())
 
 
 @pytest.mark.usefixtures("hub")

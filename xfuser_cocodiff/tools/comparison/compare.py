@@ -38,7 +38,7 @@ class RecordedRuns:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Degrees, mode, topology, exchange of each axis, device and command line, as rank 0 recorded them."""
+        """Degrees, mode, topology, collectives of each axis, device and command line, as rank 0 recorded them."""
         return self.ranks[0]
 
     @property

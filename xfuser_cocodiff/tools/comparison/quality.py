@@ -15,7 +15,7 @@ import torch
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors
-from xfuser_cocodiff.tools.comparison import exchanges, fidelity
+from xfuser_cocodiff.tools.comparison import axis_collectives, fidelity
 from xfuser_cocodiff.tools.comparison.charts import draw_contact_sheet
 from xfuser_cocodiff.tools.launching import single_rank
 from xfuser_cocodiff.tools.reporting import record_header
@@ -26,7 +26,7 @@ PROMPTS = ("a photo of a cat", "a photo of an astronaut", "a photo of a cup of c
 """Default prompts, which the small trained models know too."""
 MAX_SHEET_IMAGES = 6
 _RING = "ring"
-"""Exchange of K and V along slow axes by a ring, beside those of :mod:`plans`."""
+"""Name of a ring along slow axes, beside those of :mod:`plans`."""
 _TEXT_TOKENS = 32
 
 
@@ -84,7 +84,7 @@ class QualityEvaluator:
         """Generate images or videos from noise.
 
         Returns:
-            Gray values in [0, 1], (N, [frames,] height, width), and exchanges, errors and bytes as in records.
+            Gray values in [0, 1], (N, [frames,] height, width), and collectives, errors and bytes as in records.
         """
         coded = replace(self.config, mode=case.mode, schedule=case.changes)
         self._pipeline.configure(None if case.mode == EXACT else coded)
@@ -94,7 +94,7 @@ class QualityEvaluator:
         images = output.images if "images" in output else output.frames
         runtime, virtual = active().runtime, active().simulator
         reports = runtime.reports if runtime else []
-        ways = [_RING] if virtual and virtual.is_ring else exchanges.of_codecs(reports)
+        ways = [_RING] if virtual and virtual.is_ring else axis_collectives.of_codecs(reports)
         # All steps have equally many lossless bytes.
         fractions = [report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes]
         return np.asarray(images).mean(-1), {

@@ -42,7 +42,7 @@ from xfuser_cocodiff.engine.compression.mode_names import EXACT
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
-from xfuser_cocodiff.tools.comparison import exchanges
+from xfuser_cocodiff.tools.comparison import axis_collectives
 from xfuser_cocodiff.tools.comparison.image_grid import image_grid
 from xfuser_cocodiff.tools.comparison.instant import Instant, now, seconds_between
 from xfuser_cocodiff.tools.comparison.stage_timer import StageTimer
@@ -217,7 +217,7 @@ def _settings() -> dict[str, Any]:
         **stock_traffic.degrees(),
         "topology": str(session.mesh.topology) if session.mesh else None,
         "device": f"CPU, threads per rank: {torch.get_num_threads()}" if is_cpu else _memory().get_device_name(),
-        "slow_axes": exchanges.slow_axes_of_run(session),
-        "exchange": exchanges.of_run(session),
+        "slow_axes": axis_collectives.slow_axes_of_run(session),
+        "exchange": axis_collectives.of_run(session),
         "layers": session.layers.signatures.report(),
     }

@@ -1,4 +1,4 @@
-"""How the attention of a run has crossed each axis, for its record."""
+"""The collectives of attention along each axis in a run, for its record."""
 
 from collections.abc import Sequence
 
