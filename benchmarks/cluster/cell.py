@@ -54,9 +54,7 @@ class Cell:
     @property
     def problem(self) -> str | None:
         """Why xDiT cannot run this cell; None if it can."""
-        shard = self.scenario.shard
-        # The plugin can run what a remark names, but stock cannot.
-        return shard.problem or next((remark for remark in shard.remarks if "xDiT fails" in remark), None)
+        return self.scenario.shard.problem
 
     @property
     def profile(self) -> Profile:

@@ -10,11 +10,12 @@ from torch.nn import functional
 from benchmarks.accelerator.program import KERNEL_SECONDS, LAUNCHES
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.tools.accelerator.accelerators import H100, MAX_1550_TILE, Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import ACCELERATORS, Accelerator
 from xfuser_cocodiff.tools.simulation.layers import IMAGE, JOINT, ROW, TEXT
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 
 FLUX = WORKLOADS["flux.1-dev"]
+H100 = ACCELERATORS["h100-sxm"]
 
 
 def fused(rank: int) -> list[tuple[torch.Size, float, float, bool]]:
@@ -68,7 +69,9 @@ def run_blocks(rank: int, accelerator: Accelerator, sizes: list[tuple[int, int]]
     return results
 
 
-@pytest.mark.parametrize("accelerator", slow_but([H100], [H100, MAX_1550_TILE]), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "accelerator", slow_but([H100], [H100, ACCELERATORS["max-1550-tile"]]), ids=lambda each: each.name
+)
 def test_blocks_of_full_width_take_what_the_simulator_predicts(accelerator: Accelerator) -> None:
     [measured] = ranks.run(run_blocks, 1, accelerator, [(4096, 512), (512, 64)])
     kinds = {kind.name: kind for kind in FLUX.kinds}

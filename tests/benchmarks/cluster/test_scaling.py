@@ -10,7 +10,7 @@ from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHE
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.rows import full_step_bytes, full_step_seconds, full_step_total
 from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
-from xfuser_cocodiff.tools.simulation.machines import DGX_H100
+from xfuser_cocodiff.tools.simulation.machines import MACHINES
 
 MS, KIND, COUNT, CALLS = 1e-3, "block", 40, 2
 HOST_BOUND = Accelerator("host-bound", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=MS, collective_host_seconds=0.0)
@@ -36,7 +36,7 @@ def recorded(blocks: int, message_bytes: int = 0) -> Program:
 
 def cell(blocks: int) -> Cell:
     """Return a cell whose step has two calls of 40 equal blocks."""
-    machine = replace(DGX_H100, launch_seconds=0.0)
+    machine = replace(MACHINES["dgx-h100"], launch_seconds=0.0)
     return Cell(machine, 1, "wan2.1-14b", 480, blocks=blocks)
 
 

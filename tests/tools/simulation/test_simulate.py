@@ -16,7 +16,7 @@ from xfuser_cocodiff.tools.simulation import assumed_change
 from xfuser_cocodiff.tools.simulation.collectives import Message
 from xfuser_cocodiff.tools.simulation.communication import LayerCommunication
 from xfuser_cocodiff.tools.simulation.layer_time import INSTANT, Computation, Schedule, layer_time
-from xfuser_cocodiff.tools.simulation.machines import AURORA, MACHINES, Machine
+from xfuser_cocodiff.tools.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.tools.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.tools.simulation.step_time import estimate_step, rank_splits
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS, Workload
@@ -64,7 +64,9 @@ def with_free_communication(machine: Machine) -> Machine:
 
 def step_flops(workload: Workload, resolution: int) -> float:
     """Return the FLOPs of a step on a single rank."""
-    scenario = Scenario(workload, resolution, 1, 1, Topology.flat(1), AURORA.link_profile, INSTANT.with_flops(1.0))
+    scenario = Scenario(
+        workload, resolution, 1, 1, Topology.flat(1), MACHINES["aurora"].link_profile, INSTANT.with_flops(1.0)
+    )
     return estimate_step(scenario, UlyssesRingSplit(1, 1), STOCK).compute_seconds
 
 
@@ -207,7 +209,7 @@ def test_communication_of_head_groups_is_hidden_behind_attention_to_others(
 def test_head_groups_are_predicted_for_lossless_ulysses_only(
     mode: str, nodes: int, split: UlyssesRingSplit, numbers: list[int]
 ) -> None:
-    scenario = scenario_on_nodes(AURORA, nodes, WORKLOADS["flux.2-dev"], 2304)  # 48 heads
+    scenario = scenario_on_nodes(MACHINES["aurora"], nodes, WORKLOADS["flux.2-dev"], 2304)  # 48 heads
     costs = LayerCommunication(scenario, split, mode)
     assert {each.groups for each in costs.schedules(costs.payloads()[-1])} == {1, *numbers}
 
@@ -266,7 +268,7 @@ def test_exact_is_not_slower_than_stock_with_the_same_split(scenario: Scenario) 
 
 
 def test_contention_is_interpolated_between_its_points() -> None:
-    machine = dataclasses.replace(AURORA, contention=((1e6, 1.0), (4e6, 3.0)), internode_contention=2.0)
+    machine = dataclasses.replace(MACHINES["aurora"], contention=((1e6, 1.0), (4e6, 3.0)), internode_contention=2.0)
     factors = [machine.contention_at(size) for size in (1e3, 1e6, 2e6, 4e6, 1e9)]
     assert factors == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
     assert machine.link_profile(machine.topology(1), 2e6).contention == pytest.approx(2.0)
@@ -277,7 +279,7 @@ def test_aurora_reproduces_the_times_it_was_fitted_to() -> None:
     """The paper, on 12 ranks: oneCCL's all-to-all takes 25.5 ms for 48 MB, and 1.1 times TAPA's time for 6 MB."""
 
     def seconds(rule: str, message: float) -> float:
-        profile = AURORA.link_profile(AURORA.topology(1), message)
+        profile = MACHINES["aurora"].link_profile(MACHINES["aurora"].topology(1), message)
         return planner.all_to_all_seconds(profile, Plan.parse(rule, profile.topology), message)
 
     assert seconds("flat", 48e6) == pytest.approx(25.5e-3, rel=0.02)

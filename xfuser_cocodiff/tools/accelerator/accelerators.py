@@ -65,6 +65,7 @@ ACCELERATORS = {
     for name, values in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
 }
 """Accelerators by name."""
-H100, MAX_1550_TILE = ACCELERATORS["h100-sxm"], ACCELERATORS["max-1550-tile"]
-UNKNOWN = replace(H100, name="unknown", bytes_per_second=math.inf, memory_gib=None).with_flops(math.inf)
+UNKNOWN = replace(ACCELERATORS["h100-sxm"], name="unknown", bytes_per_second=math.inf, memory_gib=None).with_flops(
+    math.inf
+)
 """Device whose rates are to be replaced, with the overheads of CUDA."""

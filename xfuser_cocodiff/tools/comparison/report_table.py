@@ -43,11 +43,7 @@ def table_rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
             "step time": format_median_range(run["step_seconds"]),
             "speedup": NOT_MEASURED if run is stock else speedup(run, stock),
             f"sent{' between nodes' * has_nodes}": format_bytes(sent_bytes(run)),
-            "PSNR to stock": NOT_MEASURED
-            if run is stock
-            else "equal"
-            if run["latents"]["bit_equal"]
-            else format_db(run["image"]["psnr_db"]),
+            "PSNR to stock": NOT_MEASURED if run is stock else _psnr(run),
             "result": NOT_MEASURED if run is stock else _result(run),
         }
         for run in record["runs"]

@@ -89,4 +89,3 @@ class Machine:
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 MACHINES = {name: Machine.from_json(name, values) for name, values in _TABLE.items()}
 """Clusters by name."""
-AURORA, DGX_H100 = MACHINES["aurora"], MACHINES["dgx-h100"]
