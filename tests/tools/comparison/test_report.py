@@ -204,7 +204,7 @@ def test_report_shows_codec_statistics(tmp_path: Path) -> None:
         **{"mean_error": pytest.approx(0.021), "error": {"k": pytest.approx(0.02), "v": pytest.approx(0.022)}},
         **{"bits": 3.5, "yardsticks": {"fp8": pytest.approx(0.026), "fp4": 0.095}},
     }
-    shown = "error 2.1 % (K 2.0 %, V 2.2 %) at 3.5 bits per value; on the same tensors FP8 2.6 %, FP4 9.5 %"
+    shown = "error 2.10% (K 2.00%, V 2.20%) at 3.50 bits per value; FP8 2.60%; FP4 9.50% on the same tensors"
     for text in ("20.0 %", "5.00 kB", "4 messages had values", shown):
         assert text in html
 

@@ -96,6 +96,18 @@ class RunErrors(NamedTuple):
             {name: mean for name, mean in means.items() if name in YARDSTICKS},
         )
 
+    def text(self, coverage: str = "", tensors: str = "the same tensors") -> str:
+        """Return errors and bits in words; a run without errors has none.
+
+        Args:
+            coverage: which steps and ranks they cover, if not all, after a space.
+            tensors: what the errors of FP8 and FP4 were measured on.
+        """
+        by_letter = ", ".join(f"{name.upper()} {error:.2%}" for name, error in sorted(self.error.items()))
+        text = f"error {self.mean_error:.2%} ({by_letter}) at {self.bits:.2f} bits per value{coverage}"
+        others = "".join(f"; {name.upper()} {error:.2%}" for name, error in self.yardsticks.items())
+        return f"{text}{others} on {tensors}" if others else text
+
 
 @dataclass
 class StartedReport:

@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from xfuser_cocodiff.engine.compression.step_report import RunErrors
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.tools.reporting.formatting import (
     NOT_MEASURED,
     format_bytes,
     format_db,
     format_median_range,
-    format_percent,
     sum_over_axes,
 )
 
@@ -68,12 +68,7 @@ def sentence(record: Mapping[str, Any]) -> str:
 
 def error_text(run: Mapping[str, Any]) -> str:
     """Return the error of a lossy run by tensor, its bits, and what FP8 and FP4 lose of the same tensors."""
-    text = f"error {format_percent(run['mean_error'])} ({_errors(run['error'])}) at {run['bits']:.1f} bits per value"
-    return f"{text}; on the same tensors {_errors(run['yardsticks'])}" if run["yardsticks"] else text
-
-
-def _errors(by_name: Mapping[str, float]) -> str:
-    return ", ".join(f"{name.upper()} {format_percent(error)}" for name, error in by_name.items())
+    return RunErrors(*(run[name] for name in RunErrors._fields)).text()
 
 
 def _summarize(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:

@@ -50,14 +50,9 @@ class LoggingReporter(RunReporter):
         """Log the errors of a run, if it had any, however often."""
         if errors.mean_error is None:
             return
-        tensors = ", ".join(f"{name.upper()} {error:.2%}" for name, error in sorted(errors.error.items()))
-        message = f"error {errors.mean_error:.2%} ({tensors}) at {errors.bits:.2f} bits per value"
-        message += f" from step {first_step + 1} on" if first_step else ""
-        message += "" if of_all_ranks else " on this rank"
-        if errors.yardsticks:
-            message += "".join(f"; {name.upper()} {error:.2%}" for name, error in errors.yardsticks.items())
-            message += " on the same tensors" if has_yardsticks else " on those of the first run"
-        self.info(message)
+        coverage = f" from step {first_step + 1} on" if first_step else ""
+        coverage += "" if of_all_ranks else " on this rank"
+        self.info(errors.text(coverage, "the same tensors" if has_yardsticks else "those of the first run"))
 
     def _log_layers(self, store: ReferenceStore) -> None:
         """Log which layers are lossless, and why, and the memory of the references of others."""
