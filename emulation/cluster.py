@@ -18,13 +18,12 @@ from typing import NoReturn
 from emulation import links, namespaces
 from emulation.links import Cluster
 from emulation.presets import PRESETS
+from xfuser_cocodiff.cli.demo import NO_DEVICES
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 
 PROGRAM = "emulated_cluster"
 MASTER_PORT = 29500
-NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
-"""Environment in which ranks run on the CPU: devices would bypass the emulated links."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ISOLATED = "--isolated"
 """First argument of the process that runs in the cluster's own namespaces."""
@@ -169,7 +168,7 @@ def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # every connection would warn that its address has no host name
         **outside,
-        **NO_DEVICES,
+        **NO_DEVICES,  # they would bypass the emulated links
         "RANK": str(rank),
         "WORLD_SIZE": str(cluster.size),
         "LOCAL_RANK": str(local_rank),

@@ -6,6 +6,7 @@ Nothing imports `benchmarks`.
 import ast
 import functools
 import re
+import runpy
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +15,9 @@ PACKAGE = "xfuser_cocodiff"
 FOLDER = Path(__file__).parent.parent / PACKAGE
 BENCHMARKS = FOLDER.parent / "benchmarks"
 """Not in the wheel."""
-FLOORS = {
-    "engine": ("topology", "codec", "comm", "compression", "attention", "autotune"),
-    "xdit": (
-        *("settings", "patching", "platforms", "layers", "session", "attention"),
-        *("run_tracking", "integration"),
-    ),
-    "tools": ("launching", "reporting", "probing", "accelerator", "simulation", "comparison"),
-}
-"""Packages of each floor, lowest first."""
+PICTURE = runpy.run_path(str(FOLDER.parent / "docs/pictures/packages.py"))["FLOORS"]
+FLOORS = {floor: packages for floor, (_, _, packages) in reversed(PICTURE.items()) if packages}
+"""Packages of each floor, lowest first, as in the picture."""
 PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli", "benchmarks")
 """All packages, lowest first: a package may import itself and those before it."""
 ENTRY_POINTS = {"": {"engine", "xdit", "tools"}, "auto": {""}, "autoload": {""}}

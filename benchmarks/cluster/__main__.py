@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import command_line
-from xfuser_cocodiff.cli.output import write_json
+from xfuser_cocodiff.cli.output import silence_libraries, write_json
 from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED
 
 
@@ -107,8 +107,7 @@ def _silence_libraries() -> None:
     """Turn off the import messages of other libraries, and the plugin's notes on each session that is recorded."""
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     os.environ.setdefault("LOG_LEVEL", "error")  # xDiT's
-    for library in ("TRANSFORMERS", "DIFFUSERS"):
-        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    silence_libraries()
     logging.getLogger("xfuser_cocodiff").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
 

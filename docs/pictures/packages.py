@@ -9,17 +9,14 @@ FLOORS = {
     "tools": (
         "measures and demonstrates: comparison, simulation",
         "#fff4e0",
-        (
-            *("launching", "probing", "accelerator"),
-            *("simulation", "comparison", "reporting"),
-        ),
+        ("launching", "reporting", "probing", "accelerator", "simulation", "comparison"),
     ),
     "xdit": (
         "the integration into xDiT",
         "#e6f4ea",
         (
-            *("integration", "patching", "platforms", "session"),
-            *("run_tracking", "layers", "attention", "settings"),
+            *("settings", "patching", "platforms", "layers"),
+            *("session", "attention", "run_tracking", "integration"),
         ),
     ),
     "engine": (
@@ -28,7 +25,7 @@ FLOORS = {
         ("topology", "codec", "comm", "compression", "attention", "autotune"),
     ),
 }
-"""Each floor with its purpose, color and packages; a floor imports those below it."""
+"""Each floor with its purpose, color and packages, lowest first; a floor imports those below it."""
 WIDTH, MARGIN, GAP = 760, 16, 10
 BOX_HEIGHT, HEAD_HEIGHT, ARROW = 30, 34, 26
 PER_ROW = 4

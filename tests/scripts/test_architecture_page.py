@@ -1,12 +1,11 @@
 """Tests that docs/architecture.md lists the packages and files that exist."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
+
+from tests.test_architecture import FLOORS
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs/pictures"
 NAMES = {
     "GRIDS": "engine/codec/quantize.py",
     "MODES": "engine/compression/mode_names.py",
@@ -14,28 +13,6 @@ NAMES = {
     "PLATFORMS": "xdit/platforms/platform.py",
 }
 """Tables that the page says to extend, with their files."""
-
-
-def script(name: str) -> ModuleType:
-    """Return a script of docs/pictures as a module."""
-    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_picture_of_the_packages_is_up_to_date() -> None:
-    assert (PICTURES / "packages.svg").read_text() == script("packages").draw()
-
-
-def test_the_picture_has_every_package() -> None:
-    packages = script("packages")
-    existing = {
-        floor.name: sorted(path.name for path in floor.iterdir() if (path / "__init__.py").exists())
-        for floor in (ROOT / packages.PACKAGE).iterdir()
-        if (floor / "__init__.py").exists()
-    }
-    assert existing == {floor: sorted(names) for floor, (_, _, names) in packages.FLOORS.items()}
 
 
 def test_every_path_of_the_page_exists() -> None:
@@ -49,8 +26,8 @@ def test_every_path_of_the_page_exists() -> None:
 
 
 def test_the_page_lists_every_package_of_the_engine_and_of_xdit() -> None:
-    page, floors = (ROOT / "docs/architecture.md").read_text(), script("packages").FLOORS
-    packages = {f"{floor}/{name}" for floor in ("engine", "xdit") for name in floors[floor][2]}
+    page = (ROOT / "docs/architecture.md").read_text()
+    packages = {f"{floor}/{name}" for floor in ("engine", "xdit") for name in FLOORS[floor]}
     assert packages == set(re.findall(r"^\| `((?:engine|xdit)/\w+)` \|", page, re.MULTILINE))
 
 

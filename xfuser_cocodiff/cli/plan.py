@@ -1,6 +1,7 @@
 """`cocodiff plan`: predicts whether the plugin pays for a full-size model on a machine, and with which flags."""
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 from xfuser_cocodiff.cli.output import fail, positive, write_json
 from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
 
-MACHINES = ("aurora", "dgx-h100", "pcie", "ethernet-25", "ethernet-100", "arc-b60")
+# Importing `machines` would make --help slow.
+MACHINES = [*json.loads((Path(__file__).parents[1] / "tools/simulation/machines.json").read_text())]
 _STOCK = "stock"
 
 

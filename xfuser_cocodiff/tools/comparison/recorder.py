@@ -51,6 +51,7 @@ from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session.session import Session, active
 from xfuser_cocodiff.xdit.settings.variables import RECORD_VARIABLE
 
@@ -112,7 +113,7 @@ class Recorder:
 
     def end_step(self, latents: torch.Tensor | None) -> None:
         """Record a step and keep its latents, which may be those of the last step."""
-        ended = now(_device())
+        ended = now(compute_device())
         step = {
             "seconds": 0.0,  # until the end of the run
             "is_timed": self._timer is not None,
@@ -129,7 +130,7 @@ class Recorder:
         self._timer = StageTimer() if is_timed(number, total) else None
         active().traffic.reset()
         active().traffic.timer = self._timer
-        self._step_began = now(_device())
+        self._step_began = now(compute_device())
 
     def end_run(self) -> None:
         """Complete the current run, if there is one, and write the record."""
@@ -176,11 +177,6 @@ def is_timed(number: int, total: int | None) -> bool:
     return number % TIMED_PERIOD == (min(TIMED_PERIOD, total) - 1 if total else 1)
 
 
-def _device() -> torch.device:
-    """Return the device of this process."""
-    return torch.accelerator.current_accelerator(check_available=True) or CPU
-
-
 def _compression(session: Session) -> dict[str, Any]:
     """Return the fraction of bytes that compression left on slow axes, or why it was inactive."""
     runtime, config = session.runtime, session.config
@@ -201,13 +197,13 @@ def _without_lists(report: StepReport) -> dict[str, Any]:
 
 def _memory() -> Any:
     """Return the module with memory statistics; on a CPU it is torch.cuda, which the plugin patches."""
-    device = _device()
+    device = compute_device()
     return torch.cuda if device == CPU else torch.get_device_module(device)
 
 
 def _settings() -> dict[str, Any]:
     """Return what this process is, and the settings of xDiT and the plugin that it runs with."""
-    session, is_cpu = active(), _device() == CPU
+    session, is_cpu = active(), compute_device() == CPU
     return {
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "arguments": sys.argv,

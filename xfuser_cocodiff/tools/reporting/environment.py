@@ -11,10 +11,10 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.engine.compression.mode_names import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import launcher
-from xfuser_cocodiff.tools.reporting import record_header
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms.package_version import package_version
 from xfuser_cocodiff.xdit.settings.parsers import OFF
 from xfuser_cocodiff.xdit.settings.resolve import cache_folder
 
@@ -33,7 +33,7 @@ def describe(degree: int | None = None) -> dict[str, Any]:
     folder = cache_folder(os.environ)
     is_installed = install()
     return {
-        "versions": {name: record_header.package_version(name) for name in (*REQUIRED, *_OPTIONAL)},
+        "versions": {name: package_version(name) for name in (*REQUIRED, *_OPTIONAL)},
         "plugin": "installed" if is_installed else activation.incompatibility() or "removed because of an error",
         "topology": str(platform.detect_topology(degree)),
         "degree": degree,

@@ -1,12 +1,12 @@
 """Describes the machine and the software versions in every record."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 from typing import Any
 
 from xfuser_cocodiff import __version__
+from xfuser_cocodiff.xdit.platforms.package_version import package_version
 
 SCHEMA = 1
 """Version of the record format."""
@@ -28,11 +28,3 @@ def header() -> dict[str, Any]:
             **{name: package_version(name) for name in packages},
         },
     }
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is absent."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

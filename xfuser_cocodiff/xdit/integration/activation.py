@@ -5,7 +5,6 @@ it: until then the denoising steps run stock xDiT's functions.
 """
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -28,6 +27,7 @@ from xfuser_cocodiff.xdit.patching import host, log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.platforms.package_version import package_version
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
 from xfuser_cocodiff.xdit.session import ring_groups, session, startup
 from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION
@@ -176,10 +176,7 @@ def incompatibility() -> str | None:
 
 def xdit_version() -> str | None:
     """Return the version of the installed xfuser; None if it is absent or runs from a source tree."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return package_version(PACKAGE)
 
 
 def patch_set() -> PatchSet:

@@ -1,7 +1,5 @@
 """Descriptions of the hosts and the software that tuning results depend on, by which the tuning cache finds them."""
 
-import functools
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,6 +10,7 @@ import torch
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.platforms.package_version import package_version
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
@@ -32,7 +31,7 @@ def describe(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
         "kernels": kernels,
         "synchronous": collectives_are_synchronous(os.environ),
         "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
-        **{name: _version(name) for name in ("xfuser-cocodiff", "torch", "xfuser", "diffusers")},
+        **{name: package_version(name) for name in ("xfuser-cocodiff", "torch", "xfuser", "diffusers")},
     }
 
 
@@ -41,11 +40,3 @@ def describe_rank() -> dict[str, Any]:
     device = compute_device()
     name = torch.get_device_module(device).get_device_name() if device != devices.CPU else platform.machine()
     return {"host": platform.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
-
-
-@functools.cache
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
-        return None
