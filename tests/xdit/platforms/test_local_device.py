@@ -45,6 +45,7 @@ def test_device_index(mask: str | None, index: int) -> None:
         ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, ["--cocodiff_share_device"], 1, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "1"}, [], 2, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "0"}, [], 2, False),
+        ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "bananas"}, [], 2, False),  # the config is an error
     ],
 )
 def test_shares_device(environment: dict, arguments: list[str], devices: int, shared: bool) -> None:

@@ -61,6 +61,7 @@ def test_memory_budget_is_in_gib() -> None:
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
         ({"cocodiff_timeout": "0"}, {}, ["--cocodiff_timeout", "'0'", "seconds above 0, up to 1e+08"]),
         ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
+        ({}, {"COCODIFF_SHARE_DEVICE": "maybe"}, ["COCODIFF_SHARE_DEVICE", "maybe", "true"]),
     ],
 )
 def test_errors_name_option_value_and_valid_set(values: dict, environment: dict, words: list[str]) -> None:

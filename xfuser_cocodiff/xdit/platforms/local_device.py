@@ -3,9 +3,11 @@
 Sources: variables of torchrun, PALS (Aurora), SLURM, Open MPI and Intel MPI; masks that hide devices; our option.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.xdit.settings import parsers
 from xfuser_cocodiff.xdit.settings.options import SHARE_FIELD, SHARE_VARIABLE
 
 _LOCAL_RANKS = (
@@ -53,8 +55,9 @@ def shares_device(environment: Mapping[str, str], arguments: Sequence[str], devi
         arguments: command-line arguments.
         devices: number of devices that this process sees.
     """
-    is_declared = environment.get(SHARE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
-    is_declared = is_declared or any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
+    is_declared = any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
+    with contextlib.suppress(ValueError):  # the config will be an error, on every rank
+        is_declared |= parsers.boolean(environment.get(SHARE_VARIABLE) or parsers.OFF)
     # A rank that sees one device of several probably has it to itself.
     is_masked = any(environment.get(name) for name in _DEVICE_MASKS) and devices == 1
     return is_declared or (not is_masked and devices > 0 and (launcher.ranks_per_node(environment) or 1) > devices)

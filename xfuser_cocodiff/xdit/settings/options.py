@@ -15,6 +15,7 @@ ENABLE_OPTION = "use_cocodiff"
 """Option that enables the plugin."""
 SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
 """Option and environment variable that declare several ranks to share one device."""
+_BOOLEANS = f"{', '.join(TRUE)} and {', '.join(FALSE)}"
 _WITHOUT_RING = Ignored("without --ring_degree above 1", lambda config: config.ring_topology is None)
 _IN_EXACT = Ignored(f"in mode {EXACT!r}", lambda config: config.mode == EXACT)
 
@@ -23,7 +24,7 @@ OPTIONS = (
         ENABLE_OPTION,
         "Enable the plugin.",
         parsers.boolean,
-        f"{', '.join(TRUE)} and {', '.join(FALSE)}",
+        _BOOLEANS,
         is_switch=True,
         is_preference=True,
         variable="COCODIFF_ENABLE",
@@ -125,6 +126,8 @@ OPTIONS = (
     Option(
         SHARE_FIELD,
         "Ranks share a device, through host memory; default: detected.",
+        parsers.boolean,
+        _BOOLEANS,
         is_switch=True,
         is_preference=True,
         variable=SHARE_VARIABLE,

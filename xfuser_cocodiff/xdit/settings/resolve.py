@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 from xfuser_cocodiff.xdit.settings import parsers
 from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoDiffConfig, Overlap
 from xfuser_cocodiff.xdit.settings.option import GivenOptions, given_options
-from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, REMOVED_OPTIONS
+from xfuser_cocodiff.xdit.settings.options import ENABLE_OPTION, OPTIONS, REMOVED_OPTIONS, SHARE_FIELD
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, GroupPlacement, SequenceRanks, place_groups, spans_nodes
 from xfuser_cocodiff.xdit.settings.variables import collectives_are_synchronous
 
@@ -54,6 +54,7 @@ def resolve(
     given = given_options((*OPTIONS, *REMOVED_OPTIONS), values, environment)
     for option in REMOVED_OPTIONS:
         given.parse(option.field)
+    given.parse(SHARE_FIELD)  # it acts before there is a config
     virtual, is_virtual_ring = given.parse("cocodiff_virtual", ranks.count) or (None, False)
     placement = _place(given, ranks, virtual)
     topology, ring_topology = (virtual, None) if virtual else (placement.topology, placement.ring_topology)
