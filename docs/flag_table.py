@@ -18,7 +18,8 @@ def page() -> str:
 
 
 def _row(option: Option) -> str:
-    values = ", ".join(f"`{choice}`" for choice in option.choices) or re.sub("'([^']+)'", r"`\1`", option.values)
+    choices = ", ".join(f"`{choice}`" for choice in option.choices)
+    values = "no value" if option.is_switch else choices or re.sub("'([^']+)'", r"`\1`", option.values)
     return f"| `{option.flag}` | {values} | {option.help} |\n"
 
 

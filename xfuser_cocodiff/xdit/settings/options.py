@@ -69,7 +69,7 @@ OPTIONS = (
         "cocodiff_head_groups",
         f"Groups of heads; one attends while others are sent; {AUTO!r} (default): fastest.",
         parsers.head_groups,
-        f"{AUTO!r} and numbers from 1",
+        f"{AUTO!r}, or numbers from 1",
     ),
     Option(
         "cocodiff_mode",
@@ -120,7 +120,7 @@ OPTIONS = (
         "cocodiff_cache",
         "Cache of link profiles and schedules; default: ~/.cache/cocodiff.",
         parsers.cache,
-        f"a folder and {OFF!r}",
+        f"a folder, or {OFF!r}",
         is_preference=True,
     ),
     Option(
