@@ -126,7 +126,7 @@ def parse_size(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on every rank, under torchrun or scripts/emulated_cluster.sh, and return the exit status."""
     parser = command_line.new_parser("a2a", "The all-to-all alone: stock's call, all plans, the planner's choice.")
-    on_ranks.add_arguments(parser)
+    on_ranks.add_arguments(parser, "the launcher's")
     sizes = [4**power for power in range(6, 13)]
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=sizes, help="bytes per rank (4KB to 16MB)")
     parser.add_argument("--repeats", type=command_line.at_least(1), default=5, help="rounds (%(default)s)")

@@ -143,18 +143,18 @@ def predict_cell(cell: Cell, names: Sequence[str], report: Callable[[str], objec
         report(f"{cell}: record {', '.join(each.name for each in together)}")
         recordings |= record_split(cell, split, together)
     rows = [RecordedVariant(cell, each, recordings[each.name]).row() for each in chosen]
-    return {**described, "rows": compare(rows, variants.contenders(names, chosen))}
+    return {**described, "rows": compare(rows, variants.candidates(names, chosen))}
 
 
-def compare(rows: Sequence[dict[str, Any]], contenders: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+def compare(rows: Sequence[dict[str, Any]], candidates: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """Return the rows with their speedups, and the fastest of some once more.
 
     Args:
         rows: one per variant, of which some may be stock.
-        contenders: variants of which the fastest one is the row of that name, such as BEST_STOCK.
+        candidates: variants of which the fastest one is the row of that name, such as BEST_STOCK.
     """
     compared = [dict(row) for row in rows]
-    for name, names in contenders.items():
+    for name, names in candidates.items():
         fastest: dict[str, Any] = min([row for row in rows if row["mode"] in names], key=seconds)
         compared.append({**fastest, "mode": name})
     by_mode = {row["mode"]: row for row in compared}

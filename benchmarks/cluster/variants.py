@@ -39,7 +39,7 @@ class Variant:
         return self.rule.startswith(STOCK)
 
 
-def contenders(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
+def candidates(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
     """Return, for each name that stands for the fastest of several variants, their names."""
     found = {}
     for name in names:

@@ -26,8 +26,12 @@ def add_parser(subparsers: Any) -> None:
         epilog="Exit status: 1 if a lossless run is not bit-identical to stock, 2 if the comparison failed, else 0.",
     )
     parser.add_argument("records", nargs="*", type=Path, metavar="DIR", help="folders of recorded runs, of all ranks")
-    parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
-    parser.add_argument("--repeats", type=positive, default=3, help="runs of stock and of each mode (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("cocodiff-report"), metavar="DIR", help="folder of the report (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=3, metavar="N", help="runs of stock and of each mode (%(default)s)"
+    )
     parser.add_argument(
         "--modes",
         type=_modes,

@@ -32,7 +32,9 @@ def add_parser(subparsers: Any) -> None:
         "with slow links between two emulated nodes. Run it in a clone, which has the small models.",
         usage="%(prog)s [--out DIR] [-- <xdit arguments instead of the demo's>]",
     )
-    parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("cocodiff-report"), metavar="DIR", help="folder of the report (%(default)s)"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 

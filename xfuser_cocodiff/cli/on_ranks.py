@@ -15,12 +15,17 @@ FAILED_RANK_STATUS = 1
 """Exit status of the remaining ranks if one has failed."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all of these subcommands have."""
+def add_arguments(parser: argparse.ArgumentParser, default_topology: str) -> None:
+    """Add the options that all of these subcommands have.
+
+    Args:
+        parser: of the subcommand.
+        default_topology: the topology without --topology, in words.
+    """
     parser.add_argument(
         "--topology",
         type=_topology,
-        help=f"topology of all ranks: {NOTATION} (default: the launcher's; `probe` infers it)",
+        help=f"topology of all ranks: {NOTATION} (default: {default_topology})",
     )
     parser.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="timeout of a collective (default: PyTorch's)"

@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
         description="Measures latency and bandwidth of all pairs and axes, and infers the topology. Run it on every "
         "rank, as under torchrun --no-python. --cocodiff_profile and `cocodiff plan` read what --json writes.",
     )
-    on_ranks.add_arguments(parser)
+    on_ranks.add_arguments(parser, "inferred")
     parser.set_defaults(run=run, parser=parser)
 
 
