@@ -22,7 +22,7 @@ from xfuser_cocodiff.xdit.attention import (
     usp,
     zero_padding,
 )
-from xfuser_cocodiff.xdit.integration import flags
+from xfuser_cocodiff.xdit.integration import agreement, flags
 from xfuser_cocodiff.xdit.patching import host, log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
@@ -129,7 +129,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *flags.patches(_activate_for_config),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
-        *startup.patches(activate),
+        *startup.patches(activate, agreement.check_all),
         *(replace(patch, on_activation=True) for patch in in_steps),
         *(replace(patch, on_activation=not tracker.listeners) for patch in runs),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.compression.message import WIRE_FORMAT
 from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
+from xfuser_cocodiff.xdit.integration.agreement import by_rank, gather_proposals, raise_on_all_ranks
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -43,13 +43,6 @@ def patches(activate: Callable[[], list[str]]) -> list[Patch]:
         *_add_fields(_ARGS, "xFuserArgs", {option.field: option.default for option in _OPTIONS}),
         *(replace(row, feature="copies of the config by dataclasses.replace") for row in of_config),
         Patch(_ARGS, "xFuserArgs.create_config", "the config in xDiT's parallel config", with_config, ("self",)),
-        Patch(
-            "xfuser.core.distributed.runtime_state",
-            "initialize_runtime_state",
-            "an error where the plugin is enabled on some ranks only",
-            _with_check,
-            ("pipeline", "engine_config"),
-        ),
     ]
 
 
@@ -101,16 +94,6 @@ def _with_config(activate: Callable[[], list[str]], original: Callable) -> Calla
         return engine_config, input_config
 
     return create_config
-
-
-def _with_check(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
-        if engine_config is not None and not host.has_process_groups():
-            check_all(host.config_of(engine_config.parallel_config) is not None)
-        original(pipeline, engine_config)
-
-    return initialize_runtime_state
 
 
 def agree_on_config(

@@ -1,7 +1,8 @@
 """Placement of Ulysses groups and rings: xDiT itself has Ulysses among neighboring ranks only."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,15 +17,8 @@ _placement = ContextVar("placement", default=OUTER)
 
 
 def patches() -> list[Patch]:
-    """Return the patches that place the groups."""
+    """Return the patches that place the groups, where :func:`placed`."""
     return [
-        Patch(
-            "xfuser.core.distributed.runtime_state",
-            "initialize_runtime_state",
-            "groups get the placement of --cocodiff_ring",
-            _with_configured_placement,
-            ("pipeline", "engine_config"),
-        ),
         # In the package, from which xDiT imports it when it makes its groups.
         Patch(
             "yunchang",
@@ -36,16 +30,14 @@ def patches() -> list[Patch]:
     ]
 
 
-def _with_configured_placement(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
-        token = _placement.set(configured_placement(engine_config.parallel_config) if engine_config else OUTER)
-        try:
-            original(pipeline, engine_config)
-        finally:
-            _placement.reset(token)
-
-    return initialize_runtime_state
+@contextlib.contextmanager
+def placed(engine_config: Any) -> Iterator[None]:
+    """Let xDiT place the groups that it makes meanwhile as an engine's --cocodiff_ring says."""
+    token = _placement.set(configured_placement(engine_config.parallel_config) if engine_config else OUTER)
+    try:
+        yield
+    finally:
+        _placement.reset(token)
 
 
 def configured_placement(parallel_config: Any) -> str:

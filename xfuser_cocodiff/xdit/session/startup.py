@@ -42,24 +42,25 @@ from xfuser_cocodiff.xdit.settings.config import AUTO, MEASURED_SLOW_AXES, CocoD
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER
 
 
-def patches(activate: Callable[[Any], None]) -> list[Patch]:
+def patches(activate: Callable[[Any], None], check_all: Callable[[bool], None]) -> list[Patch]:
     """Return the patch that starts a session with each xDiT engine.
 
     Args:
         activate: called with the pipeline of an engine that uses the plugin.
+        check_all: called by every rank before it makes process groups, with whether its engine uses the plugin.
     """
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "initialize_runtime_state",
             "a session starts with each engine, once all ranks have started",
-            functools.partial(_with_session, activate),
+            functools.partial(_with_session, activate, check_all),
             ("pipeline", "engine_config"),
         ),
     ]
 
 
-def _with_session(activate: Callable[[Any], None], original: Callable) -> Callable:
+def _with_session(activate: Callable[[Any], None], check_all: Callable[[bool], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         # A runner with a pipeline wrapper initializes its engine twice: the wrapper does too.
@@ -69,7 +70,10 @@ def _with_session(activate: Callable[[Any], None], original: Callable) -> Callab
             session.close()
         if engine_config is not None and _config_of(engine_config):
             activate(pipeline)  # again: a Ray worker has created no config
-        original(pipeline, engine_config)
+        if engine_config is not None and not host.has_process_groups():
+            check_all(_config_of(engine_config) is not None)
+        with ring_groups.placed(engine_config):
+            original(pipeline, engine_config)
         if starts:
             begin_session()
         elif session.simulator:
