@@ -28,7 +28,7 @@ TROUBLESHOOTING = REPOSITORY / "docs/troubleshooting.md"
 FLUX_SCRIPT = REPOSITORY / "tests/stock/flux_script.py"
 README_WORDS, ALL_WORDS, SENTENCE_WORDS, CELL_WORDS = 900, 11_000, 25, 12
 PRIVATE = re.compile(
-    r"\b(anew|mended|slow motion|own splits?|roll call|entrants?|lanes?|take turns|alike)\b", re.IGNORECASE
+    r"\b(anew|mended|slow motion|own splits?|roll call|entrants?|exchanges?|lanes?|take turns|alike)\b", re.IGNORECASE
 )
 """Words of the project where the field has others."""
 SMALL = "--height 64 --width 64 --num_inference_steps 2 --max_sequence_length 32 --seed 5"
