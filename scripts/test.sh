@@ -10,4 +10,4 @@ ruff check .
 ruff format --check .
 mypy
 cores=$(nproc)
-python -m pytest -n $((cores < 4 ? cores : 4)) --dist loadscope "$@"
+python -m pytest -n $((cores < 4 ? cores : 4)) --dist worksteal "$@"
