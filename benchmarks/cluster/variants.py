@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.rules import RULES
 from benchmarks.modes import parse_mode
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES
 from xfuser_cocodiff.tools.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.tools.simulation.step_time import rank_splits
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit

@@ -8,7 +8,7 @@ from tests.test_architecture import FLOORS
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "GRIDS": "engine/codec/quantize.py",
-    "MODES": "engine/compression/mode_names.py",
+    "MODES": "engine/compression/default_mode.py",
     "OPTIONS": "xdit/settings/options.py",
     "PLATFORMS": "xdit/platforms/platform.py",
 }

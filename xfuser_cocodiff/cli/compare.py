@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.cli.output import fail, positive, write_json
-from xfuser_cocodiff.engine.compression.mode_names import MODES
+from xfuser_cocodiff.engine.compression.default_mode import MODES
 
 INTERRUPTED_STATUS = 130
 

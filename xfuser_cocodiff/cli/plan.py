@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.cli.output import fail, positive, write_json
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES
 
 # Importing `machines` would make --help slow.
 MACHINES = [*json.loads((Path(__file__).parents[1] / "tools/simulation/machines.json").read_text())]

@@ -13,8 +13,8 @@ from xfuser_cocodiff.engine.codec import kernels, torch_kernels
 from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.codec.rows import Int8Rows, MessagePart
 from xfuser_cocodiff.engine.compression import codec_check, message
+from xfuser_cocodiff.engine.compression.default_mode import MODES
 from xfuser_cocodiff.engine.compression.message import Message
-from xfuser_cocodiff.engine.compression.mode_names import MODES
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xfuser_cocodiff.engine.compression import mode_names
+from xfuser_cocodiff.engine.compression import default_mode
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -38,7 +38,7 @@ scenarios = st.builds(
     batch=st.sampled_from([1, 32]),
 )
 few_examples = settings(max_examples=20)
-MODES = (STOCK, *mode_names.MODES)
+MODES = (STOCK, *default_mode.MODES)
 
 
 def on_machine(scenario: Scenario, machine: Machine) -> Scenario:

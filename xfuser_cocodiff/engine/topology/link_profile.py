@@ -1,20 +1,12 @@
 """Link profiles: latency and bandwidth of a machine's links, measured by a probe or taken from a data sheet."""
 
-import itertools
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.topology import json_file
+from xfuser_cocodiff.engine.topology import json_file, slow_axes
 from xfuser_cocodiff.engine.topology.topology import Topology
-
-SLOW_RATIO, FURTHER_SLOW_RATIO = 0.1, 0.2
-"""Ratios of link bandwidth to codec throughput below which an axis is slow: one of them, and further axes, whose values
-are encoded anyway. Slow axes are the outermost ones: an axis inside one that is not slow is not slow either. Both are
-far below 1 because lossless communication is mostly hidden behind attention, and encoding is not. In predictions from
-recorded steps, coding saves 1 to 79 % of the step where the ratio is 0.075 or less; where it is 0.11 to 0.18, the step
-is 11 % longer to 2 % shorter."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +52,8 @@ class Profile:
         return bool(self._slow_axes_at(self.copy_bytes_per_second))
 
     def _slow_axes_at(self, codec_bytes_per_second: float) -> tuple[str, ...]:
-        """Return the names of the outermost axes that are slow beside a codec; see SLOW_RATIO."""
-        further, pays = FURTHER_SLOW_RATIO * codec_bytes_per_second, SLOW_RATIO * codec_bytes_per_second
-        slow = [*itertools.takewhile(lambda link: link.bytes_per_second < further, self.moving_links)]
-        return tuple(link.name for link in slow) if any(link.bytes_per_second < pays for link in slow) else ()
+        rates = {link.name: link.bytes_per_second for link in self.moving_links}
+        return slow_axes.slow_axes(rates, codec_bytes_per_second)
 
     @property
     def moving_links(self) -> list[AxisLink]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES
 from xfuser_cocodiff.engine.compression.modes import PRESETS, CodecSchedule
 from xfuser_cocodiff.engine.compression.step_report import RunErrors
 from xfuser_cocodiff.tools.comparison import axis_collectives, fidelity

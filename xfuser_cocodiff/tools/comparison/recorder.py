@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
+from xfuser_cocodiff.engine.compression.default_mode import EXACT
 from xfuser_cocodiff.engine.compression.step_report import RunErrors, StepReport
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE

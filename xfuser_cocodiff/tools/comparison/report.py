@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
+from xfuser_cocodiff.engine.compression.default_mode import EXACT
 from xfuser_cocodiff.tools.comparison import charts, report_table
 from xfuser_cocodiff.tools.comparison.fidelity import read_image
 from xfuser_cocodiff.tools.reporting.formatting import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from xfuser_cocodiff.engine.codec import kernels
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, PAPER
 from xfuser_cocodiff.tools.comparison.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session import kernel_check, start_messages, startup, usp_versions

@@ -9,7 +9,7 @@ import torch
 from xfuser_cocodiff import install
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
-from xfuser_cocodiff.engine.compression.mode_names import MULTI_NODE_MODE
+from xfuser_cocodiff.engine.compression.default_mode import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch

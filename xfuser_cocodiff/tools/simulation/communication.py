@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.mode_names import PAPER
+from xfuser_cocodiff.engine.compression.default_mode import PAPER
 from xfuser_cocodiff.engine.compression.reference_memory import ReferenceBytes
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost

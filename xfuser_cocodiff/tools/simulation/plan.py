@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.engine.compression.mode_names import MODES
+from xfuser_cocodiff.engine.compression.default_mode import MODES
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, default_budget
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.link_profile import Profile

@@ -18,9 +18,9 @@ from torch import nn
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.attention import (
     all_to_all,
+    indivisible_heads,
     long_context,
     usp,
-    zero_padding,
 )
 from xfuser_cocodiff.xdit.integration import agreement, flags
 from xfuser_cocodiff.xdit.patching import host, log
@@ -119,7 +119,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
     in_steps = [
         *(replace(patch, in_layers=True) for patch in (*all_to_all.patches(), *usp.patches())),
-        *_of_feature("padding of heads that are not divisible", zero_padding.patches()),
+        *_of_feature("padding of heads that are not divisible", indivisible_heads.patches()),
         *_of_feature("support of long-context attention (StepVideo, Sana)", long_context.patches()),
         *host.REQUIRED,
     ]

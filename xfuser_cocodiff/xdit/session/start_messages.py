@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.codec import kernels
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
-from xfuser_cocodiff.engine.topology.link_profile import SLOW_RATIO
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, PAPER
 from xfuser_cocodiff.engine.topology.plans import GATHER
+from xfuser_cocodiff.engine.topology.slow_axes import SLOW_RATIO
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig

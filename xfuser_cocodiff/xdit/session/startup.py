@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm import plan_check
 from xfuser_cocodiff.engine.comm.plan_check import CheckedMesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
+from xfuser_cocodiff.engine.compression.default_mode import EXACT
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.value_format import ValueFormat

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
-from xfuser_cocodiff.engine.compression.mode_names import EXACT
+from xfuser_cocodiff.engine.compression.default_mode import EXACT
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerSignatures
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap

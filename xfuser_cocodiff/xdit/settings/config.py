@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, PAPER
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, PAPER
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.settings.ring_placement import GroupPlacement

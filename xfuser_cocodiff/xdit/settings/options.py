@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, MULTI_NODE_MODE
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES, MULTI_NODE_MODE
 from xfuser_cocodiff.xdit.settings import parsers
 from xfuser_cocodiff.xdit.settings.config import AUTO
 from xfuser_cocodiff.xdit.settings.option import Ignored, Option

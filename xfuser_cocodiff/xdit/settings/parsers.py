@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xfuser_cocodiff.engine.codec import kernels as codec_kernels
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.mode_names import EXACT, MODES, PAPER
+from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES, PAPER
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.topology.link_profile import Profile

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from xfuser_cocodiff.engine.compression.mode_names import default_mode
+from xfuser_cocodiff.engine.compression.default_mode import default_mode
 from xfuser_cocodiff.engine.topology import devices, launcher
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 from xfuser_cocodiff.xdit.settings import parsers

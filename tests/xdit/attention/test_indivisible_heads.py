@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.attention.test_ring import ring_options, start
-from xfuser_cocodiff.xdit.attention import zero_padding
+from xfuser_cocodiff.xdit.attention import indivisible_heads
 from xfuser_cocodiff.xdit.session.session import active
 
 
@@ -60,7 +60,7 @@ def test_padded_heads_equal_attention(world: int, ring: int, heads: int, repeat:
 def lines_of_start(rank: int) -> list[str]:
     """Return the INFO lines on heads when eight of them start on three ranks."""
     lines: list[str] = []
-    with mock.patch.object(zero_padding, "info_once", lines.append):
+    with mock.patch.object(indivisible_heads, "info_once", lines.append):
         start(rank, {"use_cocodiff": True, "cocodiff_topology": "3x1", "cocodiff_mode": "exact"}, 3, 1)
     return lines
 
