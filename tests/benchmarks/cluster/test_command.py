@@ -181,7 +181,7 @@ def test_table_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_table_of_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its columns beside the bound are 1, 2, 4, ... times as fast as the baseline."""
+    """Its columns beside the bound have speedups of 1, 2, 4, ... over the baseline."""
     modes = {mode: 2.0 / 2**index for index, mode in enumerate(tables.PARTS.values())}
     twice = {mode: 2 * each for mode, each in modes.items()}
     flat = [table_cell({"stock": 2.0, **modes}), table_cell({"stock": 8.0, **modes}, resolution=1536)]
