@@ -88,7 +88,9 @@ class Service:
 def service(folder: Path, **variables: str) -> Iterator[Service]:
     folder.mkdir()
     port, master_port = ranks.free_port(), ranks.free_port()
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "RAY_ADDRESS")}
+    # With an empty CUDA_VISIBLE_DEVICES the plugin gives Ray no virtual GPUs, for which the workers wait for ever.
+    left_out = "RANK", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES"
+    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
     # Paths of Ray's sockets must be short; a private folder keeps it from joining another cluster.
     with (
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as ray_folder,
