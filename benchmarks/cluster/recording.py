@@ -70,17 +70,17 @@ def record_split(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant
 
 
 def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> dict[str, Recording]:
-    activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
-    emulated = device_type.register()
-    _start_xdit(split)
+    emulated = start_xdit(split)
     with EmulatedAccelerator(cell.machine.accelerator) as emulator:
         model = full_size.build(cell.workload, cell.blocks, emulated)
         recorder = Recorder(emulator, model, cell)
         return {variant.name: recorder.record(variant) for variant in variants}
 
 
-def _start_xdit(split: UlyssesRingSplit) -> None:
-    """Start xDiT on rank 0 of a group whose collectives return at once."""
+def start_xdit(split: UlyssesRingSplit) -> torch.device:
+    """Start xDiT on rank 0 of a group whose collectives return at once, and return its device."""
+    activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
+    device = device_type.register()
     ranks = split.ulysses * split.ring
     os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     dist.init_process_group(device_type.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
@@ -92,6 +92,7 @@ def _start_xdit(split: UlyssesRingSplit) -> None:
     dist.new_group = of_this_backend  # xDiT and the plugin also ask for gloo, which would wait for other processes
     failure_detection.start_heartbeat = lambda: None  # there is no other rank to watch
     bare_runtime.start(ring=split.ring)
+    return device
 
 
 class Recorder:

@@ -1,15 +1,18 @@
 """Provides the kinds of layers of diffusion transformers: their linear layers and pointwise kernels.
 
-FLOPs follow from the linear layers. Pointwise kernels are those of diffusers' blocks, whose code xDiT runs in eager
-mode; tests compare both with the real modules.
+`layers.json` has them as xDiT launches them in eager mode; `python -m benchmarks.layer_table` records it. FLOPs follow
+from the linear layers.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
 
+LAYERS_FILE = Path(__file__).with_suffix(".json")
 BYTES_PER_VALUE = 2
 """Bytes of a value in bf16."""
 IMAGE, TEXT, JOINT, CROSS_TEXT, ROW = "image", "text", "joint", "cross-attended text", "row"
@@ -94,11 +97,11 @@ class LayerKind:
     """Whether a second attention, without all-to-alls, attends to the text."""
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "LayerKind":
-        """Return the kind of an entry of the table of layers."""
+    def of(cls, model: str, kind: str, count: int) -> "LayerKind":
+        """Return a kind of a model's layers with its recorded kernels; without any if the model is not recorded yet."""
+        values = _TABLE.get(model, {}).get(kind, {})
         query_key, rest, parallel = (Work.from_json(values.get(part, {})) for part in ("query_key", "rest", "parallel"))
-        has_cross_attention = values.get("has_cross_attention", False)
-        return cls(values["name"], values["count"], query_key, rest, parallel, has_cross_attention)
+        return cls(kind, count, query_key, rest, parallel, values.get("has_cross_attention", False))
 
     @property
     def kernels(self) -> int:
@@ -109,3 +112,6 @@ class LayerKind:
     def parts(self) -> tuple[Work, Work, Work]:
         """All parts."""
         return self.query_key, self.rest, self.parallel
+
+
+_TABLE = json.loads(LAYERS_FILE.read_text()) if LAYERS_FILE.exists() else {}

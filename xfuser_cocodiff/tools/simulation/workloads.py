@@ -1,7 +1,7 @@
 """Provides full-size diffusion transformers: dimensions, layers, and how their pipelines call them.
 
-They are the table of layers in `workloads.json`. Dimensions come from `transformer/config.json` of the weights on
-Hugging Face; those of all but SD3.5 equal the defaults of diffusers 0.42.1, and a test compares them.
+Dimensions in `models.json` come from `transformer/config.json` of the weights on Hugging Face; those of all but SD3.5
+equal the defaults of diffusers 0.42.1, and a test compares them. Layers are recorded; see :mod:`layers`.
 """
 
 import json
@@ -50,7 +50,7 @@ class Workload:
     def from_json(cls, name: str, values: dict[str, Any]) -> "Workload":
         """Return the model of an entry of the table."""
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        return cls(name, **{**known, "kinds": tuple(map(LayerKind.from_json, values["kinds"]))})
+        return cls(name, **known, kinds=tuple(LayerKind.of(name, *each) for each in values["layers"].items()))
 
     @property
     def layers(self) -> int:
@@ -100,7 +100,7 @@ class Workload:
         return 4.0 * tokens * attended * heads * self.head_dim
 
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+_TABLE = json.loads(Path(__file__).with_name("models.json").read_text())
 WORKLOADS = {name: Workload.from_json(name, values) for name, values in _TABLE.items()}
 """Models by name."""
 ALIASES = {alias: name for name, values in _TABLE.items() for alias in values["aliases"]}
