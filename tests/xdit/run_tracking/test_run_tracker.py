@@ -1,6 +1,5 @@
 """Runs and steps of diffusers' progress bars, schedulers and loops, without ranks."""
 
-import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,6 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMa
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 
 import xfuser_cocodiff
-from tests.coded_layers import reporter, two_nodes
-from tests.engine.compression import test_runtime
-from tests.engine.compression.test_runtime import SIZES
-from xfuser_cocodiff.engine.compression.layer_state import CodedCall
-from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
@@ -88,14 +82,6 @@ def counts(listener: RecordingListener) -> list[tuple[int | None, int]]:
     return [(total, len(steps)) for total, *steps in listener.runs]
 
 
-def test_the_total_may_be_passed_by_name_or_position(listener: RecordingListener, session: Session) -> None:
-    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
-    run(pipe, total=3)
-    run(pipe, None, 3)
-    assert counts(listener) == [(3, 3)] * 2
-    assert session.runs.newest is None
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("disable", [True, False])
 def test_a_bar_over_an_iterable_is_a_run(
@@ -138,15 +124,6 @@ def test_a_step_of_a_derived_scheduler_counts_once(listener: RecordingListener, 
     run(pipeline(Derived()), total=9)
     run(pipeline(Derived()), total=9)
     assert counts(listener) == [(9, 3)] * 3
-
-
-def test_a_copy_of_a_scheduler_ends_no_step(listener: RecordingListener, session: Session) -> None:
-    scheduler = Derived()
-    scheduler.set_timesteps(3)
-    with DiffusionPipeline.progress_bar(pipeline(scheduler), total=3):
-        denoise(copy.deepcopy(scheduler))
-        denoise(scheduler)
-    assert counts(listener) == [(3, 3)]
 
 
 def test_another_scheduler_may_step_twice_per_timestep(listener: RecordingListener, session: Session) -> None:
@@ -217,61 +194,6 @@ def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Sessi
         raise InterruptedError
     assert session.runs.newest is None
     assert listener.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
-
-
-def test_runs_of_unknown_length_say_their_errors_unless_aborted(
-    listener: RecordingListener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Declared ones, loops over an iterable, and bars whose scheduler takes fewer steps than they say."""
-    logged: list[str] = []
-    lossy = Session(runtime=CodecRuntime(two_nodes(), "balanced", None, list, reporter=reporter(logged)))
-    monkeypatch.setattr(run_tracker, "active", lambda: lossy)
-
-    def send() -> None:
-        test_runtime.send(lossy.runtime.layer_codecs(CodedCall("a", 1, 0, SIZES)), (4.0, 1e4))
-
-    def lines() -> int:
-        return sum(line.startswith("error 2.00% (V 2.00%) at 3.20 bits per value on this rank") for line in logged)
-
-    with pytest.raises(InterruptedError), xfuser_cocodiff.run() as one:
-        send()
-        one.step()
-        raise InterruptedError
-    assert lines() == 0
-    with xfuser_cocodiff.run() as one:
-        send()
-        one.step()
-    assert lines() == 1
-    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
-    pipe.scheduler.set_timesteps(2)
-    for time in DiffusionPipeline.progress_bar(pipe, iter(pipe.scheduler.timesteps)):
-        send()
-        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
-    assert lines() == 2
-    pipe.scheduler.set_timesteps(2)
-    with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
-        send()
-        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
-        raise InterruptedError
-    assert lines() == 2
-    pipe.scheduler.set_timesteps(2)
-    with DiffusionPipeline.progress_bar(pipe, total=3):
-        send()
-        pipe.scheduler.step(torch.ones(1), time, torch.zeros(1))
-    assert lines() == 3
-
-
-def test_the_innermost_run_is_the_newest(listener: RecordingListener, session: Session) -> None:
-    with xfuser_cocodiff.run() as outer:
-        pipe = pipeline(FlowMatchEulerDiscreteScheduler())
-        pipe.scheduler.set_timesteps(3)
-        outer_run = session.runs.newest
-        with DiffusionPipeline.progress_bar(pipe, total=3):
-            assert session.runs.newest is not outer_run
-            outer.step()
-            denoise(pipe.scheduler)
-        assert session.runs.newest is outer_run
-    assert counts(listener) == [(None, 0), (3, 3)]
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -24,9 +23,3 @@ def test_settings_that_change_times_change_the_description(monkeypatch: pytest.M
     assert len({describe(), *others}) == 6
     assert "10.0.0.1" not in describe()  # addresses differ between two runs of one cluster
     assert "veth0" not in describe()
-
-
-def test_threads_change_the_description_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = host_description.describe_rank()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    assert host_description.describe_rank() == {**before, "threads": 1000}

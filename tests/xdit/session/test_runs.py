@@ -88,21 +88,6 @@ def test_undeclared_loops_are_lossless_and_warn_once(warned: list[str]) -> None:
     assert "with xfuser_cocodiff.run(steps=...) as run:" in message
 
 
-def test_an_undeclared_loop_after_a_pipeline_warns(warned: list[str]) -> None:
-    session = FakeSession()
-    model, text = session.transformer(), prompt()
-    for _ in range(3):
-        session.begin_run(3)
-        for _ in range(3):
-            model(1, timestep=1.0, encoder_hidden_states=text)
-            session.end_step()
-    assert warned == []
-    for _ in range(4):
-        assert not model(2, timestep=1.0, encoder_hidden_states=text)
-    [message] = warned
-    assert "no denoising steps detected" in message
-
-
 # Runs.
 
 
@@ -140,18 +125,6 @@ def test_calls_after_a_loop_that_was_left_early_are_lossless(warned: list[str], 
     assert warned == []
 
 
-def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
-    session = FakeSession(mode="paper", overrides="warmup=1,refresh=0,cached=0->0.5")
-    session.begin_run(None)
-    found = []
-    for _ in range(70):
-        codecs = session.runtime.layer_codecs(CodedCall("a", 1, 0, SIZES)).step.codecs["v"]
-        found.append(codecs.token_fraction)
-        session.end_step()
-    assert found[1] == pytest.approx(1 - 0.5 / 49)
-    assert found[49] == found[69] == 0.5
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_alternating_runs_are_lossless(warned: list[str], shared: bool) -> None:
     session = FakeSession()
@@ -182,17 +155,6 @@ def test_a_run_continues_with_a_keyframe_after_another_one_inside_of_it(warned: 
     assert session.runs.newest is None and session.num_references == 0
 
 
-def test_the_next_run_of_an_owner_ends_one_that_stopped_without_notice(warned: list[str]) -> None:
-    session = FakeSession()
-    model, text, owner = session.transformer(), prompt(), object()
-    for request in range(2):
-        session.begin_run(6, owner)
-        for step in range(3):
-            assert model(request, timestep=0.0, encoder_hidden_states=text) == (step > 0)
-            session.end_step()
-    assert warned == []
-
-
 def test_calls_without_ends_of_steps_do_not_fill_memory(warned: list[str]) -> None:
     session = FakeSession()
     model, text = session.transformer(), prompt()
@@ -218,5 +180,3 @@ def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
 
 
 # Whole loops around xDiT's FLUX, on real ranks.
-
-STEPS = 14

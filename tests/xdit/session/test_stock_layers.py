@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 
 import xfuser_cocodiff
-from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import inputs_of, start, use
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
@@ -95,27 +94,6 @@ def test_a_step_of_stock_has_no_calls_of_the_plugin_in_its_layers() -> None:
     assert few[0] < many[0]
     assert few[1] == many[1] < 10
     assert few[2] and many[2]
-
-
-def alternate(rank: int) -> list[bool]:
-    """Return whether stock runs in the layers after each step of two sessions in turn, of which one has V-First on."""
-    model = Model(rank, 2)
-    expected = model.step().clone()
-    with model.session() as stock:
-        other = use(model.group, True)
-        found = []
-        for session in (stock, stock, stock, other, stock, other):
-            bare_runtime.use_session(session)
-            run = session.begin_run(1)
-            assert torch.equal(model.call(), expected)
-            found.append(session.layers_run_stock)
-            session.end_step(run)
-        other.close()
-    return found
-
-
-def test_sessions_side_by_side_switch_the_layers_for_each_other() -> None:
-    assert ranks.run(alternate, 2) == [[False, True, True, False, True, False]] * 2
 
 
 def interrupt(rank: int) -> bool:
