@@ -15,7 +15,6 @@ from xfuser_cocodiff import autoload
 from xfuser_cocodiff.tools.reporting import environment
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
-from xfuser_cocodiff.xdit.patching.symbol_lookup import without
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -47,28 +46,6 @@ def test_importing_torch_only_adds_a_finder_and_codecs_load_no_compiler() -> Non
     assert loaded == ["xfuser_cocodiff", "xfuser_cocodiff.autoload"]
     assert watching == 1
     assert compilers == []  # a CPU needs no Triton, so importing the plugin must not require it
-
-
-ENTRY = """
-    import json, sys
-    {before}
-    import xfuser.model_executor.layers.usp as usp, xfuser.config.args
-    {after}
-    from xfuser_cocodiff.xdit.integration import activation
-    activation.activate()
-    print(json.dumps(["site-packages" not in usp._ft_c_input_all_to_all.__code__.co_filename,
-                      hasattr(xfuser.config.args.xFuserArgs(), "use_cocodiff")]))
-"""
-
-
-@pytest.mark.slow  # the finder is tested above
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("import torch", ""), ("import xfuser_cocodiff.auto", ""), ("import torch", "import xfuser_cocodiff.auto")],
-    ids=["entry point", "auto", "twice"],
-)
-def test_entry_points_install_the_plugin(before: str, after: str) -> None:
-    assert answer(ENTRY.format(before=before, after=after)) == [True, True]
 
 
 def reinstall(rank: int) -> tuple[bool, list[str], list[str]]:
@@ -131,62 +108,6 @@ def test_patch_checks_parameters() -> None:
     patch = Patch("xfuser.model_executor.layers.usp", "_ft_c_input_all_to_all", "", lambda x: x, ("tensor",))
     with pytest.raises(RuntimeError, match=r"takes \(x\), expected \(tensor\)"):
         PatchSet([patch], "xfuser").activate()
-
-
-def test_patch_names_the_error_of_a_module_that_cannot_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken_host.py").write_text("raise OSError('libnccl.so.2 not found')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    expected = r"broken_host cannot be imported \(OSError: libnccl.so.2 not found\)"
-    with pytest.raises(RuntimeError, match=expected):
-        PatchSet([Patch("broken_host", "function", "", lambda x: x)], "broken_host").activate()
-
-
-def test_patch_that_is_activated_twice_is_restored_at_once() -> None:
-    import tests.ranks as module
-
-    before = module.run
-    replaced: list[object] = []
-    patch = Patch(module.__name__, "run", "", lambda original: replaced.append(original) or len)
-    patch_set = PatchSet([patch], "tests")
-    patch_set.activate()
-    patch_set.activate()
-    assert (module.run, replaced) == (len, [before])
-    patch_set.uninstall()
-    assert module.run is before
-
-
-def test_failing_patch_removes_the_others() -> None:
-    import tests.ranks as module
-
-    before = module.run
-
-    def fail(original: object) -> object:
-        raise RuntimeError("no replacement")
-
-    patches = [Patch(module.__name__, "run", "", lambda _: len), Patch(module.__name__, "outcomes", "", fail)]
-    patch_set = PatchSet(patches, "tests")
-    patch_set.install()
-    assert patch_set.is_removed
-    assert module.run is before
-
-
-def test_patch_is_not_applied_if_the_host_needs_none() -> None:
-    import tests.ranks as module
-
-    before = module.run
-    patches = [
-        Patch(module.__name__, "run", "", lambda _: len, condition=without(module.__name__, "outcomes")),
-        Patch(module.__name__, "gone", "", lambda _: len, condition=without("xfuser.envs", "get_device")),
-        Patch(module.__name__, "_read", "", lambda _: len, condition=without(module.__name__, "gone")),
-    ]
-    patch_set = PatchSet(patches, "tests")
-    patch_set.install()
-    assert (module.run, module._read) == (before, len)
-    assert patch_set not in sys.meta_path
-    patch_set.uninstall()
-    assert module._read is not len
 
 
 @pytest.mark.parametrize(("disable", "decided", "installs"), [("", False, 1), ("1", False, 0), ("", True, 0)])
