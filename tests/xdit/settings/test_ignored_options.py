@@ -8,9 +8,8 @@ from xfuser_cocodiff.xdit.settings.resolve import resolve
 from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 
-def warnings(values: dict, environment: dict, ring_degree: int = 1) -> list[str]:
-    degree = 1 if "cocodiff_virtual" in values else 4
-    ranks = SequenceRanks(degree, Topology.flat(degree * ring_degree), ring_degree)
+def warnings(values: dict, environment: dict) -> list[str]:
+    ranks = SequenceRanks(4, Topology.flat(4))
     return ignored_options.warnings(values, environment, resolve(values, environment, ranks))
 
 
@@ -20,18 +19,7 @@ ENABLED = {"use_cocodiff": True}
 @pytest.mark.parametrize(
     ("values", "environment", "expected"),
     [
-        ({}, {}, []),
-        (
-            {},
-            {
-                "COCODIFF_ENABLE": "0",
-                "COCODIFF_SHARE_DEVICE": "1",
-                "COCODIFF_RECORD": "r",
-                "COCODIFF_LOG_LEVEL": "info",
-                "HOME": "h",
-            },
-            [],
-        ),
+        ({}, {"COCODIFF_ENABLE": "0", "COCODIFF_RECORD": "r", "COCODIFF_LOG_LEVEL": "info", "HOME": "h"}, []),
         (
             {"cocodiff_topology": "2x2"},
             {"COCODIFF_MODE": "fast", "COCODIFF_TOPOLOGY": "4"},
@@ -44,13 +32,11 @@ ENABLED = {"use_cocodiff": True}
         ),
         (ENABLED | {"cocodiff_mode": "fast", "cocodiff_slow_axes": "flat", "cocodiff_memory_budget": "1"}, {}, []),
         (ENABLED, {"COCODIFF_RING": "outer"}, ["COCODIFF_RING: no effect without --ring_degree above 1"]),
-        (ENABLED | {"cocodiff_virtual": "2x2", "cocodiff_a2a": "flat"}, {"COCODIFF_V_FIRST": "on"}, []),
         (
             {},
             {"COCODIFF_TOPLOGY": "4"},
             ["COCODIFF_TOPLOGY is not a variable of the plugin; the nearest is COCODIFF_TOPOLOGY"],
         ),
-        (ENABLED, {"COCODIFF_XYZ123": ""}, ["COCODIFF_XYZ123 is not a variable of the plugin"]),
         (ENABLED, {"COCODIFF_TOPOLOGY": "2x2", "COCODIFF_A2A": "flat"}, []),
     ],
 )

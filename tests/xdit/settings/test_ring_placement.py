@@ -12,7 +12,7 @@ from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.settings.resolve import resolve
-from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks, UlyssesRingSplit
+from xfuser_cocodiff.xdit.settings.ring_placement import SequenceRanks
 
 topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(
     lambda sizes: Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
@@ -42,14 +42,6 @@ def test_part_of_a_topology_has_the_links_of_its_ranks(whole: Topology, data: st
             assert any(axis.size not in (1, 2, 4) for axis in whole.axes)
 
 
-def test_parts_of_aurora() -> None:
-    aurora = Topology.parse("8x6x2")
-    assert str(aurora.contiguous(24)) == "node=2,gpu=6,tile=2"
-    assert str(aurora.strided(24)) == "node=8,gpu=3"
-    assert str(aurora.strided(4)) == "node=4"
-    assert str(Topology.parse("2x6x2").contiguous(8)) == "flat"
-
-
 def profile(sizes: str, *speeds: float) -> Profile:
     topology = Topology.parse(sizes)
     links = [AxisLink(axis.name, 0.0, speed) for axis, speed in zip(topology.axes, speeds, strict=True)]
@@ -57,9 +49,6 @@ def profile(sizes: str, *speeds: float) -> Profile:
 
 
 FAST = 1e12
-OUTER, INNER = UlyssesRingSplit(4, 2, "outer"), UlyssesRingSplit(4, 2, "inner")
-
-
 WHOLE = Topology.parse("2x4")
 RANKS = SequenceRanks(4, WHOLE, 2)
 
@@ -83,13 +72,8 @@ def test_config_of_both_placements(tmp_path: Path) -> None:
     config = settings(tmp_path, known)
     assert (config.ring, str(config.topology), config.mode) == ("outer", "gpu=4", "balanced")
     assert config.profile.topology == config.topology and config.ring_profile.topology == Topology.parse("node=2")
-    ring_only = resolve({"use_cocodiff": True}, {}, SequenceRanks(1, WHOLE, 8))
-    assert (ring_only.ring, str(ring_only.topology), ring_only.mode) == ("outer", "flat", "balanced")
-    assert ring_only.ring_topology == WHOLE
     config = settings(tmp_path, known, mode="exact", ring="inner")
     assert (config.ring, str(config.topology), str(config.ring_profile.topology)) == ("inner", "node=2,gpu=2", "gpu=2")
-    config = settings(tmp_path, known, mode="exact")
-    assert (config.ring, str(config.topology), config.profile.topology.size) == ("outer", "gpu=4", 4)
     config = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group, as given
     assert (config.ring, str(config.topology)) == ("inner", "gpu=2,tile=2")
     config = settings(tmp_path, None, topology="node=2,gpu=2,tile=2")  # of all ranks
@@ -100,7 +84,6 @@ def test_config_of_both_placements(tmp_path: Path) -> None:
     ("known", "values", "words"),
     [
         (None, {"ring": "across"}, ["--cocodiff_ring", "'across'", "outer, inner"]),
-        (None, {"topology": "2x3"}, ["--cocodiff_topology", "2x3", "Ulysses degree is 4"]),
         (profile("2x2x2", 1e6, 1e7, FAST), {}, ["--cocodiff_profile", "node=2,gpu=2,tile=2", "node=2,gpu=4"]),
         (profile("2x4", 1e6, FAST), {"topology": "2x2"}, ["--cocodiff_profile", "node=2,gpu=4", "node=2,gpu=2"]),
     ],
@@ -111,14 +94,3 @@ def test_errors_name_option_value_and_valid_set(
     with pytest.raises(ValueError) as caught:
         settings(tmp_path, known, **values)
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_a_profile_whose_axes_do_not_align_is_refused(tmp_path: Path) -> None:
-    known = profile("2x3", 1e6, FAST)
-    ranks = SequenceRanks(2, known.topology, 3)
-    with pytest.raises(
-        ValueError, match=r"^--cocodiff_profile: .*valid are those of flat and, if 'outer' rings align .*node=2,gpu=3;"
-    ):
-        settings(tmp_path, known, ranks=ranks)
-    config = settings(tmp_path, known, ranks=ranks, ring="inner")
-    assert str(config.topology) == "node=2" and str(config.ring_profile.topology) == "gpu=3"
