@@ -38,12 +38,3 @@ def not_supported() -> tuple[int, int]:
 
 def test_unknown_where_the_driver_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(monkeypatch, mem_get_info=not_supported) is None
-    with (
-        mock.patch.object(torch, "get_device_module", lambda _: SimpleNamespace()),
-        mock.patch.object(torch.accelerator, "device_count", lambda: 1),  # PyTorch 2.8 asks the module
-    ):
-        assert device_memory.reader("npu")() is None
-
-
-def test_cpus_have_no_default_budget() -> None:
-    assert device_memory.reader("cpu") is None

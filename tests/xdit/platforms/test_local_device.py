@@ -9,10 +9,8 @@ from xfuser_cocodiff.xdit.platforms.local_device import device_index, local_rank
     ("environment", "rank"),
     [
         ({"LOCAL_RANK": "3", "PALS_LOCAL_RANKID": "5"}, 3),
-        ({"PALS_LOCAL_RANKID": "11"}, 11),
         ({"SLURM_LOCALID": "2"}, 2),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
-        ({"MPI_LOCALRANKID": "4"}, 4),
         ({}, 0),
     ],
 )
@@ -35,17 +33,12 @@ def test_device_index(mask: str | None, index: int) -> None:
     [
         ({"LOCAL_WORLD_SIZE": "2"}, [], 1, True),
         ({"LOCAL_WORLD_SIZE": "2"}, [], 2, False),
-        ({}, [], 1, False),
         ({"LOCAL_WORLD_SIZE": "2"}, [], 0, False),  # no accelerator
         ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, [], 1, False),  # each rank may see another device
-        ({"LOCAL_WORLD_SIZE": "8", "ROCR_VISIBLE_DEVICES": "3"}, [], 1, False),
         ({"LOCAL_WORLD_SIZE": "8", "HIP_VISIBLE_DEVICES": "3"}, [], 1, False),
-        ({"LOCAL_WORLD_SIZE": "8", "GPU_DEVICE_ORDINAL": "3"}, [], 1, False),
         ({"LOCAL_WORLD_SIZE": "8", "HIP_VISIBLE_DEVICES": "0,1"}, [], 2, True),
         ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, ["--cocodiff_share_device"], 1, True),
-        ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "1"}, [], 2, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "0"}, [], 2, False),
-        ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "bananas"}, [], 2, False),  # the config is an error
     ],
 )
 def test_shares_device(environment: dict, arguments: list[str], devices: int, shared: bool) -> None:

@@ -1,6 +1,5 @@
 """Platforms that xDiT does not support. torch.xpu is a mock: these tests have not run on an Intel GPU."""
 
-import sys
 import types
 from datetime import timedelta
 from typing import Any
@@ -55,14 +54,6 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> MockXPU:
     return mock
 
 
-@pytest.mark.parametrize("known", ["cuda", "mps", "npu"])
-def test_a_platform_that_xdit_supports_is_not_added(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
-    device = types.SimpleNamespace(type=known)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    assert platform.detect() is None
-
-
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> MockXPU:
     """Return a mock of one CUDA device for two ranks."""
@@ -89,13 +80,6 @@ def test_more_ranks_than_devices_share_them(one_gpu: MockXPU) -> None:
         ("memory_allocated", (torch.device("cuda", 0),), {}),
         ("max_memory_allocated", (), {"device": torch.device("cuda", 0)}),
     ]
-
-
-def test_a_device_for_each_rank_needs_no_platform(one_gpu: MockXPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert platform.detect() is None
-    monkeypatch.setattr(sys, "argv", ["script.py", "--cocodiff-share-device"])
-    assert platform.detect().device(3) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
@@ -126,15 +110,6 @@ def test_patches_for_xpu_match_xdit_and_work(xpu: MockXPU, monkeypatch: pytest.M
     assert done == [7, {"rank": 19}]  # the device is set before groups are created
 
 
-def test_xpu_names_exist_in_both_torch_modules() -> None:
-    """Check that the mock has the functions of torch.xpu."""
-    import torch.xpu as real
-
-    for name in platform._FACADE:
-        assert hasattr(real, name), name
-        assert hasattr(torch.cuda, name), name
-
-
 def test_xpu_backend_is_pytorchs(xpu: MockXPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "xccl")
     assert platform.detect().backend() == "xccl"
@@ -143,25 +118,7 @@ def test_xpu_backend_is_pytorchs(xpu: MockXPU, monkeypatch: pytest.MonkeyPatch) 
         platform.detect().backend()
 
 
-def test_a_single_visible_tile_is_the_device_for_any_index(xpu: MockXPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ZE_AFFINITY_MASK", "5")
-    monkeypatch.setenv("PALS_LOCAL_RANKID", "5")
-    chosen = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    added = platform.detect()
-    patches = {patch.symbol: patch for patch in platform.patches(added)}
-    patches["init_distributed_environment"].replace(lambda: None)()
-    added.cuda["set_device"](5)
-    added.cuda["synchronize"]("cuda:5")
-    only = torch.device("xpu", 0)
-    assert (chosen, added.device(5), added.device(None)) == ([0], only, torch.device("xpu"))
-    assert xpu.calls == [("set_device", (only,), {}), ("synchronize", (only,), {})]
-
-
-@pytest.mark.parametrize("form", ["functional", "plain"])
-def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain one corrupts data on XPU: intel/torch-xpu-ops#3021."""
     from xfuser_cocodiff.engine.comm import stages
 
@@ -180,24 +137,14 @@ def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.Mon
     record(stages, "_all_gather", "plain")
     plan, group = Plan.flat(Topology.named(node=2)), mock.Mock(size=lambda: 2)
     one = stages.Stages({plan.stages[0]: group}, timeout=timedelta(seconds=9))
-    tensor = torch.zeros(2, 3) if form == "plain" else OnXPU(torch.zeros(2, 3))
+    tensor = OnXPU(torch.zeros(2, 3))
     one.start(tensor, plan, 0)
     one.start_gather(tensor, plan, 0)
-    assert [label for label, _ in called] == [form, form]
-    if form == "functional":
-        assert called[0][1][1:] == (None, None, group)  # equal splits: others are emulated, intel/torch-xpu-ops#5057
+    assert [label for label, _ in called] == ["functional"] * 2
+    assert called[0][1][1:] == (None, None, group)  # equal splits: others are emulated, intel/torch-xpu-ops#5057
 
 
 class OnXPU(torch.Tensor):
     """A tensor whose device is a mock XPU."""
 
     device = torch.device("xpu", 0)
-
-
-def test_devices_are_translated_in_all_arguments() -> None:
-    added = platform.Platform("xpu", lambda: "xccl", {})
-    seen = []
-    translated = added.translating(lambda *args, **kwargs: seen.append((args, kwargs)))
-    translated("cuda", "cudnn", 1, True, device="cuda:2")
-    devices = (torch.device("xpu"), "cudnn", torch.device("xpu", 1), True)
-    assert seen == [(devices, {"device": torch.device("xpu", 2)})]
