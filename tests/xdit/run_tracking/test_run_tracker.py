@@ -112,13 +112,6 @@ def test_an_abandoned_run_ends_when_another_one_begins(listener: RecordingListen
         assert session.runs.newest is None
 
 
-def test_an_error_ends_the_run(listener: RecordingListener, session: Session) -> None:
-    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
-    with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
-        raise InterruptedError
-    assert session.runs.newest is None
-
-
 def test_a_step_of_a_derived_scheduler_counts_once(listener: RecordingListener, session: Session) -> None:
     run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # which patches the base class too
     run(pipeline(Derived()), total=9)

@@ -1,12 +1,10 @@
 """Kernels that fail on one rank are replaced on all ranks, with one warning, and are not used where no axis is slow."""
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, Lumina2Transformer2DModel, WanTransformer3DModel
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
@@ -113,16 +111,3 @@ def test_no_kernel_is_used_where_no_axis_can_be_slow() -> None:
         assert (used, is_lossy, checks, warnings) == ("auto", False, [], [])
         assert "no axis of the topology" in reason
         assert any("% of a copy" in line for line in infos)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "head_dim"),
-    [
-        (FluxTransformer2DModel, {"num_single_layers": 1, "attention_head_dim": 16}, 16),
-        (Lumina2Transformer2DModel, {"hidden_size": 72, "num_refiner_layers": 1}, 36),
-        (WanTransformer3DModel, {"attention_head_dim": 32, "ffn_dim": 8}, 32),
-    ],
-)
-def test_kernels_are_checked_for_the_values_of_the_model(model: Any, options: dict[str, int], head_dim: int) -> None:
-    transformer = model(num_attention_heads=2, num_layers=1, **options).half()
-    assert kernel_check.value_format(SimpleNamespace(transformer=transformer)) == (head_dim, torch.float16)

@@ -1,7 +1,6 @@
 """Autotuning of schedules by whole steps, on a mock clock."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -133,29 +132,6 @@ def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # On ranks.
-
-
-def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> list[str]:
-    """Return the chosen schedules, given each rank's step time with V first (True) or not."""
-    group, _, step = start(rank, depth=3)
-    expected, clock = step(), FakeClock()
-    links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V-First is worth its launch
-    session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
-    session.begin_run(20)
-    with mock.patch.object(schedule_tuner, "time", clock):
-        for _ in range(2 + NUM_ROUNDS):
-            signatures = list(session.layers.signatures)
-            v_first = any(signature.candidates.schedule.v_first for signature in signatures if signature.candidates)
-            clock.now += by_rank[rank][v_first]
-            assert torch.equal(step(), expected)
-            session.end_step()
-    return [str(signature.candidates.chosen) for signature in signatures]
-
-
-def test_ranks_choose_by_the_mean_of_their_step_times() -> None:
-    by_rank = [{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}]  # the mean saves 3 %
-    for chosen in ranks.run(choose_on_ranks, 2, by_rank):
-        assert all(one.startswith("stock") for one in chosen) and len(chosen) == 2
 
 
 def resume_after_unequal_steps(rank: int) -> tuple[list[bool], bool]:

@@ -1,6 +1,5 @@
 """Sessions in one process, one after the other and side by side: they share no state."""
 
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -8,14 +7,12 @@ import torch
 from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import start, use_config
-from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import reductions
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import active
-from xfuser_cocodiff.xdit.session.tuning_results import TuningResults
-from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig, Overlap
+from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 STEPS = 4
 GATHERED = Plan.parse("hierarchical:node=kv", Topology.parse("node=2", 2))
@@ -68,39 +65,8 @@ def run_side_by_side(rank: int) -> None:
     assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
 
 
-def test_slow_axes_are_part_of_the_cache_key() -> None:
-    """Also where they were measured, so that the options do not name them."""
-
-    def key(**slow_axes: int) -> str:
-        slow = SimpleNamespace(topology=Topology.named(**slow_axes))
-        setup = SimpleNamespace(partition=SimpleNamespace(slow=slow))
-        return TuningResults(config_of("fast", slow_axes=MEASURED_SLOW_AXES), True, [setup])._key("single")
-
-    assert len({key(node=2), key(gpu=2), key(node=2, gpu=2)}) == 3
-
-
 def test_sessions_side_by_side_share_no_state() -> None:
     ranks.run(run_side_by_side, 2)
-
-
-def end_session(rank: int) -> int:
-    """Return the number of the comm stream's threads that are left after a session has ended."""
-    group, *_ = start(rank, depth=1)
-    session = use_config(group, config_of("exact"))
-    session.mesh.comm_stream.start(Label("qkv"), lambda: None).wait()
-    [thread] = comm_threads()
-    session.close()
-    thread.join(10)
-    return len(comm_threads())
-
-
-def comm_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("cocodiff_")]
-
-
-def test_threads_end_with_their_session() -> None:
-    """Not when cycles are collected, which in a service may be hundreds of requests later."""
-    assert ranks.run(end_session, 2) == [0, 0]
 
 
 def start_another_engine(rank: int) -> None:
