@@ -293,6 +293,19 @@ def test_a_lora_may_be_loaded_after_a_run(harness: Harness) -> None:
         assert "send" in steps(harness, transformer, text=True) and torch.equal(step(transformer, text=True), before)
 
 
+def test_v_of_another_shape_is_not_sent_early(harness: Harness) -> None:
+    attention = Attention(harness)
+    transformer = Transformer([Block(attention), Block(Attention(harness))])
+    steps(harness, transformer)
+    attention.change_v = lambda value: value[:, :, :-1]
+    with pytest.raises(RuntimeError, match="size"):  # Q does not fit this V: the test's error
+        step(transformer)
+    assert harness.sent[-1].drained_unused
+    attention.change_v = lambda value: value
+    harness.events.clear()
+    assert [step(transformer) is not None and harness.events.count("send") for _ in range(2)] == [1, 3]
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda value: value * 2, lambda value: value.mul_(2), torch.clone, lambda value: torch.flip(value, (0,))],
