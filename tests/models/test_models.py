@@ -9,76 +9,25 @@ import skimage.data
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from torch.nn import functional
 from transformers import AutoTokenizer
 
 from models import __main__ as command
 from models import captions, hub, tokenizers
 from tests.quick import slow_but
 
-RANDOM = ["FLUX.2-dev", "Qwen-Image"]
-PROMPT = "a photo of a cat"
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory) -> Path:
-    """Return a cache with models of random weights."""
-    out = tmp_path_factory.mktemp("cache")
-    hub.write_cache(out, RANDOM)
-    return out
-
-
-def load(out: Path, name: str) -> DiffusionPipeline:
-    """Load the pipeline of a model from a cache."""
-    repo = hub.REGISTRY[name].repo
-    pipe = DiffusionPipeline.from_pretrained(repo, cache_dir=out / "hub", local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def generate(pipe: DiffusionPipeline, prompt: str = PROMPT, seed: int = 0, steps: int = 2, **more: int) -> np.ndarray:
-    """Generate an image of shape (128, 128, 3) in [0, 1]."""
-    generator = torch.Generator().manual_seed(seed)
-    options = {"height": 128, "width": 128, "num_inference_steps": steps, "generator": generator, **more}
-    return pipe(prompt=prompt, output_type="np", **options).images[0]
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
-
-
-def file_versions(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return inode and modification time of every file in the snapshots of a cache."""
-    files = (path for path in folder.rglob("snapshots/*/**/*") if path.is_file())
-    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
-
-
 # The models
-
-
-@pytest.mark.parametrize("name", slow_but([*RANDOM][:1], RANDOM))
-def test_images_depend_on_attention(out, name, monkeypatch):
-    pipe = load(out, name)
-    image, attention, forward = generate(pipe), functional.scaled_dot_product_attention, pipe.transformer.forward
-
-    def forward_with_half_attention(*args, **kwargs):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                functional, "scaled_dot_product_attention", lambda *args, **kwargs: attention(*args, **kwargs) / 2
-            )
-            return forward(*args, **kwargs)
-
-    pipe.transformer.forward = forward_with_half_attention
-    assert psnr(image, generate(pipe)) < 25
 
 
 @pytest.mark.parametrize("name", slow_but(["FLUX.1-dev"], ["FLUX.1-dev", "SD3.5"]))
 def test_trained_image_models_generate_their_captions(name, tmp_path):
-    hub.write_cache(tmp_path, [name])
-    pipe = load(tmp_path, name)
+    (snapshot,) = hub.write_cache(tmp_path, [name]).values()
+    pipe = DiffusionPipeline.from_pretrained(snapshot)
+    pipe.set_progress_bar_config(disable=True)
+    options = {"height": 128, "width": 128, "num_inference_steps": 12, "max_sequence_length": 32, "output_type": "np"}
     photos = {file: photo(file) for file in captions.PHOTOS}
     for file, caption in captions.PHOTOS.items():
-        generated = coarse(generate(pipe, f"a photo of {caption}", steps=12, max_sequence_length=32))
+        image = pipe(prompt=f"a photo of {caption}", generator=torch.Generator().manual_seed(0), **options).images[0]
+        generated = coarse(image)
         correlation = {other: np.corrcoef(generated, coarse(original))[0, 1] for other, original in photos.items()}
         assert max(correlation, key=correlation.get) == file, (caption, correlation)
         assert correlation[file] > 0.5
@@ -113,12 +62,6 @@ def test_tokenizer_round_trips(build, tmp_path):
 
 
 # The cache
-
-
-def test_writing_again_changes_nothing(out):
-    before = file_versions(out)
-    hub.write_cache(out, RANDOM)
-    assert file_versions(out) == before and not list(out.glob(".partial-*"))
 
 
 @pytest.fixture
