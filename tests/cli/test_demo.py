@@ -109,16 +109,3 @@ def test_without_the_repository_it_says_where_the_models_are(
 def test_ranks_that_two_nodes_do_not_divide_are_refused(run: Callable, capsys: pytest.CaptureFixture) -> None:
     assert run("--", "--model", "FLUX.1-dev", "--ulysses_degree", "3")[0] == 2
     assert "3 ranks are not valid; valid are even numbers" in capsys.readouterr().err
-
-
-def test_the_script_runs_the_command_with_its_arguments(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/demo.sh").write_text(SCRIPT.read_text())
-    (tmp_path / "scripts/environment.sh").write_text("cocodiff() { :; }\n")
-    (tmp_path / "cocodiff").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
-    (tmp_path / "cocodiff").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    for arguments, expected in (([], "demo|"), (["--prompt", "a cat"], "demo|--|--prompt|a cat|")):
-        line = ["bash", tmp_path / "scripts/demo.sh", *arguments]
-        done = subprocess.run(line, env={**os.environ, "PATH": path}, capture_output=True, text=True)
-        assert done.stdout == expected

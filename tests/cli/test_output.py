@@ -33,13 +33,6 @@ def test_an_interrupted_record_leaves_the_earlier_one(tmp_path: Path, monkeypatc
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_link_to_a_record_stays_a_link(tmp_path: Path) -> None:
-    file, link = tmp_path / "record.json", tmp_path / "latest.json"
-    link.symlink_to(file)
-    write_json(options(link), {"cells": []})
-    assert link.is_symlink() and json.loads(file.read_text())["cells"] == []
-
-
 def test_a_record_is_written_to_a_pipe(tmp_path: Path) -> None:
     """As to /dev/stdout."""
     pipe = tmp_path / "pipe"

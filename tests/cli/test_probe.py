@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -13,12 +12,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.cli.output import silence_libraries
-from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.tools.launching import rank_group
-
-NOISY = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
 
 
 def probe(rank: int, file: Path) -> str:
@@ -49,26 +43,3 @@ def test_without_a_launcher_it_says_what_starts_ranks(
     assert cli.main(["probe"]) == 2
     said = capsys.readouterr().err
     assert "RANK" in said and "torchrun" in said
-
-
-@pytest.mark.parametrize(("rank", "shown"), [("0", 1), ("1", 0)])
-def test_warnings_of_libraries_are_shown_by_one_rank(rank: str, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NOISY:
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("RANK", rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        silence_libraries()
-        warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
-    assert len(caught) == shown
-
-
-def test_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def start(*_: object) -> None:
-        with failure_detection.report_failed_ranks([], "probe"):
-            raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-
-    monkeypatch.setattr(rank_group, "start", start)
-    monkeypatch.setattr(failure_detection, "_describe_failure", lambda group, what, failure: f"{what}: rank 1 failed")
-    assert cli.main(["probe"]) == 1
-    assert capsys.readouterr().err == "cocodiff: communication along 'probe': rank 1 failed\n"

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from xfuser_cocodiff.tools.accelerator.accelerators import ACCELERATORS, Accelerator
+from xfuser_cocodiff.tools.accelerator.accelerators import ACCELERATORS
 
 PEAKS = {
     "max-1550-tile": (256e12, 3.28e12 / 2),
@@ -23,13 +23,3 @@ def test_rates_are_below_the_peaks(name: str) -> None:
     assert 0.3 * flops < accelerator.narrow_attention_flops <= 1.05 * accelerator.attention_flops < flops
     assert 0.4 * bandwidth < accelerator.bytes_per_second < bandwidth
     assert all(0 < value < 1e-4 for key, value in dataclasses.asdict(accelerator).items() if key.endswith("seconds"))
-
-
-def test_a_kernel_takes_the_longest_of_its_bounds() -> None:
-    accelerator = Accelerator("test", 100.0, 50.0, 25.0, 10.0, 0.5, 0.1, 0.2)
-    assert accelerator.kernel_seconds(10) == 1
-    assert accelerator.kernel_seconds(1) == 0.5
-    assert accelerator.kernel_seconds(10, matmul_flops=200) == 2
-    assert accelerator.kernel_seconds(10, attention_flops=200) == 4
-    assert accelerator.kernel_seconds(10, attention_flops=200, head_dim=64) == 8
-    assert accelerator.kernel_seconds(100, attention_flops=200) == 10

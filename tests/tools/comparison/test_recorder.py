@@ -1,24 +1,18 @@
 """The recorder with schedulers and images on one process; test_compare has recorded runs of a command."""
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
-from tqdm import tqdm
 
 from xfuser_cocodiff.engine.compression.step_report import StepReport
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.comparison import recorder
 from xfuser_cocodiff.tools.comparison.image_grid import image_grid
 from xfuser_cocodiff.tools.launching import stock_traffic
-from xfuser_cocodiff.xdit.run_tracking import run_tracker
-from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
@@ -30,36 +24,6 @@ def active_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder
     no_memory = SimpleNamespace(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
     monkeypatch.setattr(recorder, "_memory", lambda: no_memory)
     return recorder.Recorder(tmp_path)
-
-
-def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -> torch.Tensor:
-    for timestep in scheduler.timesteps:
-        latents = scheduler.step(torch.ones_like(latents), timestep, latents, return_dict=False)[0]
-    return latents
-
-
-@pytest.mark.usefixtures("uninstalled")
-def test_only_the_scheduler_of_the_pipeline_ends_steps(
-    active_recorder: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = Session()
-    for module in (recorder, run_tracker):
-        monkeypatch.setattr(module, "active", lambda: session)
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(3)
-    tracker, pipeline = RunTracker([active_recorder]), SimpleNamespace(scheduler=scheduler)
-    progress_bar = tracker._track_bar(lambda owner, total: tqdm(total=total, disable=True))
-    for _ in range(2):  # the second run copies a patched scheduler, as LTX-2 does for its audio
-        progress_bar(pipeline, None, 3)
-        scheduler.set_timesteps(3)
-        other = copy.deepcopy(scheduler)
-        torch.testing.assert_close(denoise(other, torch.zeros(4)), torch.full((4,), -1.0))
-        assert scheduler.step_index is None
-        torch.testing.assert_close(denoise(scheduler, torch.full((4,), 5.0)), torch.full((4,), 4.0))
-        active_recorder.end_run()
-    tracker.close()
-    assert [len(run["steps"]) for run in active_recorder.runs] == [3, 3]
-    assert active_recorder.runs[0]["latents_sha256"] == active_recorder.runs[1]["latents_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -87,43 +51,6 @@ def test_communication_is_timed_in_few_steps(
     assert all(step["sent_bytes"] == {"flat": 10} and step["seconds"] > 0 for step in steps)
 
 
-class DeviceEvent:
-    """torch.Event of an accelerator that takes two seconds a step, however fast the host is."""
-
-    made: ClassVar[list] = []
-
-    def __init__(self, device_type: str, enable_timing: bool) -> None:
-        assert enable_timing
-        self.made.append(self)
-        self.waited = False
-
-    def record(self) -> None:
-        self.at = len(self.made)
-
-    def synchronize(self) -> None:
-        self.waited = True
-
-    def elapsed_time(self, end: "DeviceEvent") -> float:
-        assert end.waited
-        return 2000.0 * (end.at - self.at)
-
-
-def test_the_host_does_not_wait_between_steps_on_an_accelerator(
-    active_recorder: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "Event", DeviceEvent)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-    session = Session()
-    monkeypatch.setattr(recorder, "active", lambda: session)
-    active_recorder.begin_run(3)
-    for _ in range(3):
-        active_recorder.end_step(torch.zeros(1))
-    assert not any(event.waited for event in DeviceEvent.made)
-    active_recorder.end_run()
-    assert [step["seconds"] for step in active_recorder.runs[0]["steps"]] == [2.0, 2.0, 2.0]
-
-
 SHADES = (0.2, 0.6, 1.0)
 RED = [Image.new("RGB", (4, 2), (round(255 * shade), 0, 0)) for shade in SHADES]
 ARRAY = torch.stack([torch.stack([torch.full((2, 4), value) for value in (shade, 0, 0)]) for shade in SHADES])
@@ -148,29 +75,6 @@ def test_image_grid_has_all_images_or_evenly_spaced_frames(output: object, shade
     assert image_grid(torch.zeros(1, 16, 8, 8)) is image_grid([]) is None  # latents or no image
 
 
-@pytest.mark.parametrize(
-    ("mode", "sent", "because", "expected"),
-    [
-        (None, None, None, (None, "stock xDiT")),
-        ("exact", None, None, (None, "mode exact")),
-        ("balanced", None, "no slow axis", (0.0, "no slow axis")),
-        ("balanced", (20, 100), None, (0.2, None)),
-        ("balanced", (0, 0), None, (0.0, "no denoising steps detected")),
-    ],
-)
-def test_compressed_fraction_or_reason_is_recorded(
-    mode: str | None, sent: tuple | None, because: str | None, expected: tuple
-) -> None:
-    config = mode and CocoDiffConfig(topology=Topology.flat(2), mode=mode, kernels="torch")
-    reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
-    runtime = reports and SimpleNamespace(reports=reports, inactive_reason=None)
-    compression = recorder._compression(Session(config, runtime=runtime, lossless_reason=because))
-    assert (
-        compression["coded_fraction"],
-        compression["coded_reason"] and compression["coded_reason"].partition(";")[0],
-    ) == expected
-
-
 def test_errors_are_recorded_without_those_of_every_tensor(
     active_recorder: recorder.Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -193,13 +97,6 @@ def test_errors_are_recorded_without_those_of_every_tensor(
     assert [(step["bits"], step["error"]) for step in run["codecs"]] == [(None, 0.01), (2, pytest.approx(0.04))]
     assert {"sent_bytes", "exact_bytes", "errors"} <= run["codecs"][0].keys()
     assert not {"tensor_errors", "yardstick_errors"} & run["codecs"][0].keys()
-
-
-def test_run_without_latents_is_not_recorded(active_recorder: recorder.Recorder, tmp_path: Path) -> None:
-    active_recorder.begin_run(2)
-    active_recorder.end_step(None)
-    active_recorder.end_run()
-    assert not [*tmp_path.iterdir()]
 
 
 def test_file_instead_of_the_folder_is_reported(tmp_path: Path) -> None:

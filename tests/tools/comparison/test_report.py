@@ -1,7 +1,7 @@
 """Metrics and reports of `cocodiff compare`, from synthetic records."""
 
 import json
-from html.parser import HTMLParser
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,14 +226,6 @@ def test_compressed_fraction_or_reason_is_recorded(tmp_path: Path) -> None:
     assert not any("compressed" in note for note in report.notes(exact))
 
 
-def test_notes_name_the_variants_with_compiled_graphs(tmp_path: Path) -> None:
-    uncounted, counted = [[run(step(0.1))]] * 2, [[run(step(0.1, flat=0.01))]] * 2
-    for stock, text in ((uncounted, "not measured for stock and exact"), (counted, "not measured for exact")):
-        found = compared(tmp_path / text, stock, uncounted, arguments=("--use_torch_compile",))
-        notes = " ".join(report.notes(found))
-        assert text in notes and "it runs inside compiled graphs" in notes
-
-
 def test_unknown_metrics_are_null(tmp_path: Path) -> None:
     uncounted = [[run(step(0.1))]] * 2
     for name, latents in {"none": None, "nan": torch.full((8,), torch.nan)}.items():
@@ -248,40 +240,17 @@ def test_unknown_metrics_are_null(tmp_path: Path) -> None:
     assert fidelity.compare_latents(*files) == {"max_abs": None, "psnr_db": None}
 
 
-class Page(HTMLParser):
-    """Parser that collects the images and references of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.images = 0
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.images += tag == "img"
-        self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in ("img", "meta"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("other", [{}, {"latents_sha256": "other"}], ids=["equal", "different"])
 def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
     comparison = make_record(tmp_path, **other)
     page = report.write(comparison, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == comparison
     html = page.read_text()
-    parsed = Page(html)
-    assert parsed.open == []
-    assert parsed.images == (4 if other else 3)
-    assert all(reference.startswith("data:image/") for reference in parsed.references)
-    assert "url(" not in html
-    assert "@import" not in html
-    assert "M&lt;1&gt;" in html
-    assert "M<1>" not in html
+    assert html.count("<img") == (4 if other else 3)
+    references = re.findall(r'\b(?:src|href|srcset|data|action)="([^"]*)', html)
+    assert all(reference.startswith("data:image/") for reference in references)
+    assert not re.search(r"url\(|@import", html)
+    assert "M&lt;1&gt;" in html and "M<1>" not in html
     for text in (
         *report.verdict(comparison),
         "collectives of each axis</th><td>-</td><td>gpu kv",
@@ -295,13 +264,3 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
     assert (tmp_path / "difference-exact.png").exists() == bool(other)
     if other:
         assert Image.open(tmp_path / "difference-exact.png").getextrema()[0] == (255, 255)
-
-
-def test_report_without_images_and_communication(tmp_path: Path) -> None:
-    ranks = [[run(step(0.1))]] * 2
-    comparison = compared(tmp_path, ranks, ranks)
-    comparison["runs"][1]["topology"] = None
-    html = report.write(comparison, tmp_path).read_text()
-    assert Page(html).images == 1
-    for text in ("was inactive in this run", "were not measured", "returned no image"):
-        assert text in html

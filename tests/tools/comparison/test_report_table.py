@@ -57,14 +57,3 @@ def test_rows_and_sentence_show_speedup_and_quality() -> None:
         "exact: speedup 1.43x, bit-identical; fast: speedup 4.00x (one repeat), PSNR 43.2 dB to stock; paper: no "
         "significant difference in step time, PSNR 43.2 dB to stock; slow: speedup 0.80x (slower), differs."
     )
-
-
-@pytest.mark.parametrize(
-    ("topology", "stock_degree"),
-    [("gpu=4", 4), ("node=1,gpu=4", 4), (None, 4), ("node=2,gpu=2", 2), ("node=2,gpu=2", None)],
-)
-def test_bytes_cover_all_links_without_nodes_or_in_different_splits(
-    topology: str | None, stock_degree: int | None
-) -> None:
-    runs = run("stock", 1.0, degree=stock_degree), run("exact", 1.0, topology=topology, bytes={"gpu": 3000})
-    assert [row["sent"] for row in report_table.table_rows({"runs": [*runs]})] == ["3.00 kB"] * 2

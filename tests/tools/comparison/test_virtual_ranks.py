@@ -73,18 +73,6 @@ def test_virtual_ring_equals_its_definition(slow: tuple[str, ...], slow_indices:
     assert stats.exact_bytes == receivers * 4 * 2 * 2 * 3 * 6 * 16 * 4 and stats.sent_bytes < 0.15 * stats.exact_bytes
 
 
-def test_exact_ring_equals_attention_and_repeats_infinite_values() -> None:
-    ring = VirtualRing(Topology.parse("2x2"), ("node",))
-    query, key, value = map(tensor, range(3))
-    expected = functional.scaled_dot_product_attention(query, key, value)
-    found = ring.attend([query, key, value], PARTS, codecs_of(EXACT), functional.scaled_dot_product_attention)
-    assert torch.equal(found, expected)
-    value[0, 0, 0, 0] = torch.inf
-    codecs = codecs_of(CODEC)
-    ring.attend([query, key, value], PARTS, codecs, functional.scaled_dot_product_attention)
-    assert codecs.stats.repeated == 1
-
-
 STEPS, BRANCHES = 5, 2
 SEGMENTS = 8, 16
 

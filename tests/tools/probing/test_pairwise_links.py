@@ -54,21 +54,6 @@ def test_round_robin_pairs_all_ranks_exactly_once(size: int) -> None:
     assert len(list(pairwise_links.rounds(size))) <= size
 
 
-@given(seeds)
-@pytest.mark.parametrize(
-    ("shape", "speeds"),
-    [
-        slow("3x4", [1, 2]),
-        slow("2x2x2", [1, 2, 4]),
-        ("2x2", [1, 3]),
-        ("2x4", [5, 1]),  # an outer axis may be the faster one
-    ],
-)
-def test_axes_are_inferred_from_bandwidth(shape: str, speeds: list[float], seed: int) -> None:
-    size = math.prod(map(int, shape.split("x")))
-    assert infer_topology(synthetic(shape, speeds, seed, size)).shape == Topology.parse(shape, size).shape
-
-
 @settings(max_examples=15)
 @given(seeds)
 @pytest.mark.parametrize(
@@ -96,11 +81,6 @@ def test_axes_are_named_by_launcher_and_device(
 ) -> None:
     size = math.prod(map(int, shape.split("x"))) if shape != "flat" else 8
     assert str(infer_topology(synthetic(shape, speeds, seed, size), ranks_per_node, tiles)) == found
-
-
-@given(seeds, st.integers(1, 12))
-def test_equal_links_give_a_flat_topology(seed: int, size: int) -> None:
-    assert infer_topology(synthetic("flat", [10], seed, size)) == Topology.flat(size)
 
 
 def test_axes_are_inferred_from_latency_alone() -> None:

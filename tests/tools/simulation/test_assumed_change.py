@@ -11,14 +11,6 @@ from xfuser_cocodiff.engine.compression.rate_control import LEVELS
 from xfuser_cocodiff.tools.simulation.assumed_change import PUBLISHED, bits_of, stretch
 
 
-def test_half_the_steps_change_twice_as_much() -> None:
-    few = stretch((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 4)
-    assert few == pytest.approx([0.2, 0.7, 1.0])  # at most as much as the values
-    assert stretch(PUBLISHED, 28) == pytest.approx(PUBLISHED)
-    assert stretch(PUBLISHED, 1) == []
-    assert stretch((0.2,), 5) == [0.05] * 4
-
-
 def errors_of(bits: list[float], changes: list[float]) -> list[float]:
     """Return the error of each step, whose residual has the step's change and the error of the step before."""
     errors = [GRIDS[bits[0]].distortion]

@@ -38,11 +38,3 @@ def test_head_groups_hide_links_and_not_codecs() -> None:
     assert device_seconds(groups) == 2 + 2 + (3 + 0.5) + 3 + 0.5 + 1
     one = Schedule({"qkv": message(4.0, 1.0)}, message(1.0))
     assert device_seconds(one) == 2 + 4 + 6 + 1 + 1
-
-
-def test_codecs_of_a_ring_delay_attention_to_the_own_block() -> None:
-    schedule = Schedule({"qkv": message(1.0)}, message(1.0))
-    without = 2 + 1 + 6 + 1 + 1
-    assert device_seconds(schedule, Message(2.5, {}, 1), ring=2) == without  # hidden behind 3 s
-    assert device_seconds(schedule, Message(2.5, {}, 1, codec_seconds=0.5), ring=2) == without + 0.5
-    assert device_seconds(schedule, Message(4.0, {}, 1, codec_seconds=0.5), ring=2) == without + 1.0

@@ -18,7 +18,7 @@ from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.codec.quantize import GRIDS
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes, default_budget
+from xfuser_cocodiff.engine.compression.reference_memory import GIB, default_budget
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 from xfuser_cocodiff.engine.topology.plans import HEADS, KV, Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -60,13 +60,6 @@ def test_every_split_is_divisible_and_aligned_with_the_axes(model: str, name: st
         assert estimates[0].step_seconds == min(estimate.step_seconds for estimate in estimates)
 
 
-def test_ulysses_degrees_of_stock_divide_the_heads() -> None:
-    """xDiT does not pad heads: 38 heads are divisible by 1, 2, 19 and 38 only."""
-    assert make_scenario("sd35", degree=12).workload.heads == 38
-    assert sharding.ulysses_degrees(38, 24) == [1, 2]
-    assert sharding.ulysses_degrees(24, 96) == [1, 2, 3, 4, 6, 8, 12, 24]
-
-
 @pytest.mark.parametrize(
     ("model", "resolution", "degree", "image", "queries", "keys", "attended", "phrases"),
     [
@@ -82,14 +75,9 @@ def test_ulysses_degrees_of_stock_divide_the_heads() -> None:
             ["512 text tokens", "attention sees 24 copies", "--max_sequence_length 504"],
         ),
         ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["64 rows", "xDiT fails; use", "a multiple of 384"]),
-        ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
         ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["replicated on every rank", "one copy"]),
-        ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "a multiple of 384"]),
         ("qwen-image", 1024, 24, 171, 177, 177, 24 * 177, ["padded to 4104", "padded to 144"]),
-        ("hunyuanvideo", 720, 16, 45 * 80 * 33 // 16, 7441, 7441, 119056, []),
         ("hunyuanvideo", 720, 24, 4950, 5206, 4950, 118800 + 256, ["one copy"]),
-        ("hunyuanvideo", 720, 32, 3713, 3721, 3721, 32 * 3721, ["118800 image tokens", "xDiT fails; use"]),
-        ("wan2.1-14b", 480, 8, 30 * 52 * 21 // 8, 4095, 4095, 32760, []),
         ("wan2.1-14b", 720, 32, 2363, 2363, 2363, 32 * 2363, ["75600 image tokens are zero-padded to 75616"]),
     ],
 )
@@ -141,24 +129,10 @@ def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
     assert estimate_step(scenario, UlyssesRingSplit(16, 1), "paper").gathered == ()
 
 
-def test_traffic_includes_zero_padded_heads() -> None:
-    """FLUX.1-dev's 24 heads on 16 ranks are zero-padded to 32, two per rank; gathered K and V need no padding."""
-    by_heads = estimate_step(make_scenario(machine="ethernet-100"), UlyssesRingSplit(16, 1), "paper")
-    lossless = 57 * 4 * 288 * 32 * 128 * 2 / 2  # half to the other node
-    assert by_heads.reference_bytes > 57 * 2 * 4 * 288 * 32 * 128 * 2 / 2  # at both ends
-    gathered = estimate_step(make_scenario(machine="ethernet-100"), UlyssesRingSplit(16, 1), "exact")
-    assert gathered.sent_bytes["node"] == pytest.approx(lossless * 24 / 32)
-
-
 def test_traffic_on_measured_slow_axes_is_compressed() -> None:
     """On Aurora these are the axes between nodes and between GPUs; in a DGX H100, none."""
     scenario = make_scenario("qwen-image", 1536, 24)
     assert scenario.slow_axes_of(scenario.topology) == ("node", "gpu")
-    encoded = estimate_step(scenario, UlyssesRingSplit(24, 1), "balanced")
-    values = 24 * 128 * (96**2 // 24 + 6)
-    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.BALANCED, num_slow=12)
-    kept = 60 * 4 * values * 11 // 12  # values of the first of two calls, for the other ranks on slow axes
-    assert encoded.reference_bytes == expected.predicted * 120 + 2 * kept
     # A ring across nodes has no axis as slow as those between GPUs, beside which the one between nodes counts as slow.
     with_ring, exact = (estimate_step(scenario, UlyssesRingSplit(12, 2), mode) for mode in ("balanced", "exact"))
     assert with_ring.ring_bytes == exact.ring_bytes
@@ -214,10 +188,6 @@ def traffic_and_references(
         slow("FLUX.1-dev", "exact", 32, UlyssesRingSplit(4, 1), "2x2", HEADS),
         slow("FLUX.1-dev", "paper", 32, UlyssesRingSplit(4, 1), "2x2", HEADS),
         slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(4, 1), "2x2", KV),
-        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(4, 1), "node=4", HEADS),
-        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(2, 1), "node=2", KV),
-        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(4, 1), "2x2", KV),
-        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "inner"), "2x2", HEADS),
         slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "outer"), "2x2", HEADS),
         slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(1, 4), "2x2", HEADS),
         slow("SD3.5", "fast", 333, UlyssesRingSplit(4, 1), "2x2", KV),  # replicated text, which only Q and O include
@@ -326,7 +296,6 @@ def test_a_recorded_run_sets_the_bits(tmp_path: Path, capsys: pytest.CaptureFixt
     ("content", "cause"),
     [
         (None, "rank0.json"),
-        ('{"runs": []}', "ValueError"),
         ('{"runs": [{"codecs": null}]}', "its last run sent no quantized residuals"),
     ],
 )
@@ -377,27 +346,3 @@ def test_a_plan_says_why_lossy_modes_code_nothing(
 @pytest.mark.parametrize("name", ["flux1", "FLUX.1-dev", "black-forest-labs/FLUX.1-dev", "flux_1_dev"])
 def test_a_model_has_the_names_that_users_run(name: str) -> None:
     assert find_workload(name) is WORKLOADS["flux.1-dev"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "phrases"),
-    [
-        ("--model flux9 --machine aurora --nodes 1", ["--model 'flux9'", "flux1", "qwen-image"]),
-        ("--resolution 1000 --machine aurora --nodes 1", ["--resolution 1000", "16"]),
-        ("--nodes 1", ["--machine", "--profile"]),
-        ("--machine pcie", ["--nodes", "--ranks"]),
-        ("--profile file --nodes 2", ["--nodes", "--profile"]),
-        ("--machine aurora --ranks 16", ["--ranks 16", "aurora", "gpu=6,tile=2"]),
-        ("--model wan --machine pcie --nodes 1 --text-tokens 64", ["--text-tokens", "wan2.1-14b has no text"]),
-        ("--profile none.json", ["none.json"]),
-    ],
-)
-def test_errors_name_option_and_valid_set(
-    arguments: str, phrases: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = cli.main([*ARGUMENTS, *arguments.split()])
-    except SystemExit as ended:  # of argparse
-        status = ended.code
-    error = capsys.readouterr().err
-    assert status == 2 and all(phrase in error for phrase in phrases), error

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,6 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.simulation import assumed_change
 from xfuser_cocodiff.tools.simulation.collectives import Message
-from xfuser_cocodiff.tools.simulation.communication import LayerCommunication
 from xfuser_cocodiff.tools.simulation.layer_time import INSTANT, Computation, Schedule, layer_time
 from xfuser_cocodiff.tools.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.tools.simulation.scenario import STOCK, Scenario
@@ -51,12 +49,6 @@ def without_overheads(machine: Machine) -> Machine:
     rates = dataclasses.asdict(machine.accelerator)
     flops = {name: value for name, value in rates.items() if name.endswith("flops")}
     return dataclasses.replace(machine, accelerator=dataclasses.replace(INSTANT, **flops))
-
-
-def with_free_communication(machine: Machine) -> Machine:
-    """Return the machine with links and collectives that take no time."""
-    links = tuple(dataclasses.replace(link, latency_seconds=0.0, bytes_per_second=math.inf) for link in machine.links)
-    return dataclasses.replace(machine, links=links, launch_seconds=0.0)
 
 
 # FLOPs.
@@ -100,13 +92,6 @@ def test_dimensions_equal_the_defaults_of_diffusers(name: str, transformer: str)
     assert (workload.heads, workload.head_dim) == (defaults["num_attention_heads"], defaults["attention_head_dim"])
     if "ffn_dim" in defaults:
         assert {linear.outputs for linear in workload.kinds[0].rest.linear} == {1, defaults["ffn_dim"] / workload.width}
-
-
-def test_videos_have_the_sizes_of_their_models() -> None:
-    hunyuan, wan = WORKLOADS["hunyuanvideo"], WORKLOADS["wan2.1-14b"]
-    assert [hunyuan.size(rows) for rows in (720, 544)] == [(1280, 720), (960, 544)]
-    assert [wan.size(rows) for rows in (720, 480)] == [(1280, 720), (832, 480)]
-    assert (hunyuan.tokens(720), wan.tokens(720), wan.tokens(480)) == (118_800 + 256, 75_600, 32_760)
 
 
 @pytest.mark.parametrize(
@@ -177,51 +162,6 @@ def test_exposed_communication_of_a_layer(inputs: dict, ring: float, overlaps: b
     assert time.seconds == TOTAL + 4 + exposed
 
 
-@pytest.mark.parametrize(
-    ("inputs", "further", "output", "seconds"),
-    [
-        # Attention from 11 to 16 and, once the second group has arrived, to 21; O of the first leaves from 16 to 18.
-        ({"v": 2.0, "qk": 4.0}, 6.0, 2.0, 21 + 2),
-        # Groups arrive at 18 and 30. O of the first one waits for the links until 30, that of the second until 40.
-        ({"qkv": 12.0}, 12.0, 10.0, 40 + 10),
-        # O of the first group blocks the links until 31.
-        ({"v": 1.0, "qk": 1.0}, 1.0, 15.0, 16 + 15 + 15),
-    ],
-)
-def test_communication_of_head_groups_is_hidden_behind_attention_to_others(
-    inputs: dict, further: float, output: float, seconds: float
-) -> None:
-    schedule = Schedule({name: message(each) for name, each in inputs.items()}, message(output), (message(further),))
-    time = layer_time(COMPUTATION, schedule, Message(0.0, {}, 1), 1, INSTANT, overlaps=True)
-    assert time.seconds == seconds + COMPUTATION.rest
-
-
-@pytest.mark.parametrize(
-    ("mode", "nodes", "split", "numbers"),
-    [
-        ("exact", 1, UlyssesRingSplit(12, 1), [2, 4]),
-        ("balanced", 1, UlyssesRingSplit(12, 1), []),
-        ("exact", 2, UlyssesRingSplit(24, 1), [2]),
-        ("balanced", 2, UlyssesRingSplit(24, 1), []),
-        ("exact", 2, UlyssesRingSplit(12, 2), []),
-    ],
-)
-def test_head_groups_are_predicted_for_lossless_ulysses_only(
-    mode: str, nodes: int, split: UlyssesRingSplit, numbers: list[int]
-) -> None:
-    scenario = scenario_on_nodes(MACHINES["aurora"], nodes, WORKLOADS["flux.2-dev"], 2304)  # 48 heads
-    costs = LayerCommunication(scenario, split, mode)
-    assert {each.groups for each in costs.schedules(costs.payloads()[-1])} == {1, *numbers}
-
-
-def test_copies_and_host_of_a_layer() -> None:
-    accelerator = dataclasses.replace(INSTANT, bytes_per_second=2.0, launch_seconds=3.0, collective_host_seconds=100.0)
-    schedule = Schedule({"qkv": message(12.0, copies=3)}, message(4.0, copies=2, nbytes=0.0))
-    time = layer_time(COMPUTATION, schedule, Message(0.0, {}, 1, operators=4), 1, accelerator, overlaps=False)
-    assert time == (TOTAL + 16 + 3 * 1, 7 + (4 + 2) * 3 + 2 * 100)
-    assert time.seconds == time.host
-
-
 # Bounds.
 
 
@@ -237,24 +177,6 @@ def test_step_time_is_between_the_longest_part_and_the_sum(scenario: Scenario, m
     assert best.step_seconds <= (best.compute_seconds + communication) * (1 + 1e-9)
 
 
-@given(scenario=scenarios, mode=st.sampled_from(MODES))
-@few_examples
-def test_step_time_is_compute_time_if_communication_is_free(scenario: Scenario, mode: str) -> None:
-    machine = next(machine for machine in MACHINES.values() if machine.accelerator == scenario.accelerator)
-    split = rank_splits(scenario, STOCK)[0].split
-    free = with_free_communication(without_overheads(machine))
-    estimate = estimate_step(on_machine(scenario, free), split, mode)
-    assert estimate.step_seconds == pytest.approx(estimate.compute_seconds)
-    assert estimate.a2a_seconds == estimate.ring_seconds == estimate.host_seconds == 0
-    if not scenario.shard.remarks and not scenario.shard.problem:
-        flops = dataclasses.replace(scenario, accelerator=INSTANT.with_flops(1.0), link_profile=free.link_profile)
-        total = scenario.batch * step_flops(scenario.workload, scenario.resolution)
-        own = estimate_step(flops, split, mode).compute_seconds
-        # Every rank projects the modulation and the text of cross-attention.
-        assert total / scenario.topology.size <= own * (1 + 1e-9)
-        assert own == pytest.approx(total / scenario.topology.size, rel=0.1 if scenario.resolution > 256 else 1)
-
-
 @given(scenario=scenarios)
 @few_examples
 def test_exact_is_not_slower_than_stock_with_the_same_split(scenario: Scenario) -> None:
@@ -265,14 +187,6 @@ def test_exact_is_not_slower_than_stock_with_the_same_split(scenario: Scenario) 
 
 
 # Machines.
-
-
-def test_contention_is_interpolated_between_its_points() -> None:
-    machine = dataclasses.replace(MACHINES["aurora"], contention=((1e6, 1.0), (4e6, 3.0)), internode_contention=2.0)
-    factors = [machine.contention_at(size) for size in (1e3, 1e6, 2e6, 4e6, 1e9)]
-    assert factors == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
-    assert machine.link_profile(machine.topology(1), 2e6).contention == pytest.approx(2.0)
-    assert machine.link_profile(machine.topology(2), 2e6).contention == pytest.approx(4.0)
 
 
 def test_aurora_reproduces_the_times_it_was_fitted_to() -> None:
