@@ -24,12 +24,13 @@ SIGNALS = (signal.SIGINT, 130), (signal.SIGTERM, 143)
 def test_variants_differ_by_the_options_of_the_plugin(tmp_path: Path) -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat", "COCODIFF_DISABLE": "1", "HOME": "h"}
     environment["COCODIFF_SHARE_DEVICE"] = "1"  # the only option that acts without the plugin
-    line = ["--ulysses_degree=2", "--use-cocodiff", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
+    line = ["--ulysses_degree=2", "--cocodiff_share_device", "--use-cocodiff", "--warmup_calls", "3"]
+    line += ["--cocodiff_a2a", "flat"]
     stock, exact = launch.make_variants(line, environment, tmp_path, 5)
     assert (stock.name, exact.name) == ("stock", "plugin")
     assert stock.environment == {"HOME": "h", "COCODIFF_SHARE_DEVICE": "1"}
     assert exact.environment == {**stock.environment, "COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat"}
-    plain = ["--ulysses_degree=2", "--warmup_calls", "3"]
+    plain = ["--ulysses_degree=2", "--cocodiff_share_device", "--warmup_calls", "3"]
     assert stock.arguments == [*plain, "--num_iterations=5", f"--output_directory={tmp_path}/output/stock"]
     assert exact.arguments[: len(plain) + 4] == [
         *plain,

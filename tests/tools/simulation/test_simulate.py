@@ -94,6 +94,12 @@ def test_dimensions_equal_the_defaults_of_diffusers(name: str, transformer: str)
         assert {linear.outputs for linear in workload.kinds[0].rest.linear} == {1, defaults["ffn_dim"] / workload.width}
 
 
+def test_guidance_is_a_second_call() -> None:
+    workload = WORKLOADS["qwen-image"]
+    once = dataclasses.replace(workload, calls=1)
+    assert step_flops(workload, 1024) == pytest.approx(2 * step_flops(once, 1024))
+
+
 @pytest.mark.parametrize(
     ("cluster", "compiled", "eager"),
     [("dgx-h100", 4.30, 6.71), ("pcie", 20.24, 24.94 * 1.02), ("ethernet-100", 0.0, 14.29)],
