@@ -92,7 +92,7 @@ class QualityEvaluator:
         prompts = [self.prompts[number % len(self.prompts)] for number in range(self.seeds)]
         output = self._pipeline(prompts, self.steps, _TEXT_TOKENS, generator=generators, **self._arguments)
         images = output.images if "images" in output else output.frames
-        runtime, virtual = active().runtime, active().simulator
+        runtime, virtual = active().runtime, active().virtual_group
         reports = runtime.reports if runtime else []
         ways = [_RING] if virtual and virtual.is_ring else axis_collectives.of_codecs(reports)
         # All steps have equally many lossless bytes.

@@ -1,6 +1,6 @@
 """Virtual ranks: one rank applies the codecs of many, so that their quality can be judged without a cluster.
 
-They simulate either a Ulysses group or a ring. Every row of a communicated tensor, one token of one head, has a source
+They form either a Ulysses group or a ring. Every row of a communicated tensor, one token of one head, has a source
 rank and a destination rank. Rows that would cross a slow axis are a message of real ranks, encoded and decoded here.
 
 Sizes in shapes: P virtual ranks, with S coordinates on slow axes and F on fast axes; B batch, H heads, N tokens, D head
@@ -36,7 +36,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """Simulated ranks of a Ulysses group or of a ring."""
+    """Virtual ranks of a Ulysses group or of a ring."""
 
     topology: Topology
     """Topology of the virtual ranks."""
@@ -84,7 +84,7 @@ class VirtualRanks:
         single_rank.install_processors(pipeline)
 
     def attention(self, call: Any) -> torch.Tensor:
-        """Return attention on tensors with the compression error of all virtual ranks; see :class:`Simulator`."""
+        """Return attention on tensors with the compression error of all virtual ranks; see :class:`VirtualGroup`."""
         session, tensors = call.session, (call.query, call.key, call.value)
         layer, num_queries = session.layers.find_layer(), call.query.shape[2]
         layer_codecs = None
@@ -229,7 +229,7 @@ class VirtualRanks:
 
 
 class VirtualRing(VirtualRanks):
-    """Simulated ranks of a ring, each of which sends its own tokens."""
+    """Virtual ranks of a ring, each of which sends its own tokens."""
 
     is_ring = True
 

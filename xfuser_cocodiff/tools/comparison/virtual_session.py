@@ -1,4 +1,4 @@
-"""The session of --cocodiff_virtual: one rank that simulates the codecs of many, to evaluate their quality."""
+"""The session of --cocodiff_virtual: one rank with the codecs of many, to evaluate their quality."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffCon
 
 
 def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> Session:
-    """Return the session of a single rank that simulates the codecs of many; see `xdit/session/simulator.py`."""
+    """Return the session of a single rank with the codecs of many; see `xdit/session/virtual_group.py`."""
     if not usp_versions.is_known():
         reason = (
             "--cocodiff_virtual has no effect with this xfuser, whose USP is unknown; install version "
@@ -37,11 +37,11 @@ def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> S
     virtual.adopt(pipeline)
     layouts = (None, virtual.layout) if virtual.is_ring else (virtual.layout, None)
     runtime = startup.new_runtime(config, layouts[0], layouts[1], lambda values, **_: values)
-    return Session(config, runtime=runtime, simulator=virtual)
+    return Session(config, runtime=runtime, virtual_group=virtual)
 
 
 def _virtual_ranks(config: CocoDiffConfig) -> VirtualRanks | None:
-    """Return the virtual ranks that this rank simulates; None in lossless mode, or without a slow axis."""
+    """Return the virtual ranks of this rank; None in lossless mode, or without a slow axis."""
     if config.mode == EXACT:
         warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
         return None

@@ -27,12 +27,12 @@ def _with_overlap(original: Callable) -> Callable:
     def USP(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: N802 (xDiT's name)
         session = active()
         is_compiling = torch.compiler.is_compiling()
-        if session.mesh is None and (session.simulator is None or is_compiling):
+        if session.mesh is None and (session.virtual_group is None or is_compiling):
             return original(*args, **kwargs)
         call = USPCall(original, session, *args, **kwargs)
         if session.mesh is None:
             session.select_kernels()
-            return session.simulator.attention(call)
+            return session.virtual_group.attention(call)
         output = (_compiled_attention if is_compiling else _eager_attention)(call, session)
         heads = call.query.shape[HEADS]
         return output if output.shape[HEADS] == heads else output[:, :heads]

@@ -17,7 +17,7 @@ class CallCodecs:
 
     Args:
         runtime: state of the codecs; None where all communication is lossless.
-        is_ring: whether simulated ranks form a ring, in which only K and V are sent.
+        is_ring: whether virtual ranks form a ring, in which only K and V are sent.
     """
 
     def __init__(self, runtime: CodecRuntime | None, is_ring: bool = False) -> None:
@@ -61,7 +61,7 @@ class CallCodecs:
         codecs = self._runtime.layer_codecs(self._coded_call(layer, sizes, gathers_kv))
         if self.reference_check:
             self.reference_check.note(layer.name, codecs, self._ranks)
-        if call is not None and codecs is not None:  # simulated ranks make no call
+        if call is not None and codecs is not None:  # virtual ranks make no call
             call.use_codecs(codecs, self.num_head_groups(call.schedule, codecs))
         return codecs
 

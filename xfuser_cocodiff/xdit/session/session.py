@@ -31,8 +31,8 @@ from xfuser_cocodiff.xdit.session import graph_passes, reductions
 from xfuser_cocodiff.xdit.session.call_codecs import CallCodecs
 from xfuser_cocodiff.xdit.session.runs import Run, Runs
 from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, State
-from xfuser_cocodiff.xdit.session.simulator import Simulator
 from xfuser_cocodiff.xdit.session.tuning_results import TuningResults
+from xfuser_cocodiff.xdit.session.virtual_group import VirtualGroup
 from xfuser_cocodiff.xdit.settings.config import AUTO, CocoDiffConfig, Overlap
 
 
@@ -47,8 +47,8 @@ class Session:
     """Plans, link profile and tuning cache of :attr:`mesh`."""
     runtime: CodecRuntime | None = None
     """State of the codecs; None where all communication is lossless."""
-    simulator: Simulator | None = None
-    """Ranks that this one simulates; None where it communicates with others."""
+    virtual_group: VirtualGroup | None = None
+    """Virtual ranks of this one; None where it communicates with others."""
     lossless_reason: str | None = None
     """Reason why communication is lossless although a lossy mode is set."""
     ring: Ring | None = None
@@ -72,7 +72,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.runs = Runs(self.runtime)
-        self.codecs = CallCodecs(self.runtime, self.simulator is not None and self.simulator.is_ring)
+        self.codecs = CallCodecs(self.runtime, self.virtual_group is not None and self.virtual_group.is_ring)
         self.layers = Layers(self, self.overlap.v_first is not False)
         self._sizes: set[int] = set()
         """Sizes of the inputs of transformers so far: layers of another size are tuned apart."""
@@ -115,7 +115,7 @@ class Session:
         (_, heads, tokens, _), (_, kv_heads, kv_tokens, _) = query.shape, key.shape
         if self.runtime is None or heads % kv_heads:
             return False
-        layout = self.simulator.gather_layout if self.simulator else self.gather
+        layout = self.virtual_group.gather_layout if self.virtual_group else self.gather
         if layout is None:
             return False
         sizes = SentSizes.of(heads, kv_heads, layout.num_slow, layout.num_fast, tokens, kv_tokens)

@@ -30,9 +30,9 @@ from xfuser_cocodiff.xdit.session import (
     host_description,
     kernel_check,
     ring_groups,
-    simulator,
     start_messages,
     usp_versions,
+    virtual_group,
 )
 from xfuser_cocodiff.xdit.session.kernel_check import KernelError
 from xfuser_cocodiff.xdit.session.reductions import all_reduce
@@ -76,8 +76,8 @@ def _with_session(activate: Callable[[Any], None], check_all: Callable[[bool], N
             original(pipeline, engine_config)
         if starts:
             begin_session()
-        elif session.simulator:
-            session.simulator.adopt(pipeline)
+        elif session.virtual_group:
+            session.virtual_group.adopt(pipeline)
         state = host.runtime_state()
         if engine_config is not None and state is not None:
             state.cocodiff = session = start_session(pipeline, engine_config) if starts else session
@@ -96,7 +96,7 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
     parallel, config = engine_config.parallel_config, _config_of(engine_config)
     is_compiled = engine_config.runtime_config.use_torch_compile
     if config and config.virtual:
-        return simulator.start_session(pipeline, config, is_compiled)
+        return virtual_group.start_session(pipeline, config, is_compiled)
     if config and parallel.sp_degree == 1:
         warn_once("--use_cocodiff has no effect with --ulysses_degree 1; set a degree above 1")
         return Session(config)

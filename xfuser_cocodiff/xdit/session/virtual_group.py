@@ -1,4 +1,4 @@
-"""The hook for --cocodiff_virtual: one rank that simulates the codecs of many, which the tools provide."""
+"""The hook for --cocodiff_virtual: one rank with the codecs of many virtual ones, which the tools provide."""
 
 import importlib
 from typing import Any, Protocol
@@ -9,11 +9,11 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
 _PROVIDER = "xfuser_cocodiff.tools.comparison.virtual_session"
-"""Module that simulates ranks. It is imported by name: the integration does not depend on the tools."""
+"""Module of virtual ranks. It is imported by name: the integration does not depend on the tools."""
 
 
-class Simulator(Protocol):
-    """Ranks that a single rank simulates."""
+class VirtualGroup(Protocol):
+    """Virtual ranks of a single rank."""
 
     @property
     def is_ring(self) -> bool:
@@ -27,11 +27,11 @@ class Simulator(Protocol):
         """Have the attention of a pipeline computed by xDiT's USP."""
 
     def attention(self, call: Any) -> torch.Tensor:
-        """Return the output of a call of USP as all simulated ranks would compute it together; see `usp_call`."""
+        """Return the output of a call of USP as all virtual ranks would compute it together; see `usp_call`."""
 
 
 def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> Any:
-    """Return the session of a single rank that simulates others, by its options.
+    """Return the session of a single rank with virtual ranks, by its options.
 
     Args:
         pipeline: pipeline of the run.
