@@ -106,7 +106,7 @@ campaign() {
     done
     for name in "${quality_models[@]}"; do
         "$1" "quality/$name" "${cocodiff[@]}" quality --model "$name" --cocodiff_virtual "${AURORA_VIRTUAL:-2x6x2}" \
-            --steps "$steps" --seeds "${AURORA_SEEDS:-4}" --size "${AURORA_QUALITY_SIZE:-768}" \
+            --steps "$steps" --seeds "${AURORA_SEEDS:-4}" --resolution "${AURORA_QUALITY_SIZE:-768}" \
             --json result.json --sheet images.png
     done
 }

@@ -40,7 +40,7 @@ AURORA = f"{PLAN} --machine aurora"
         (f"{AURORA} --nodes 1 --model wan --text-tokens 64", "wan2.1-14b has no text"),
         ("probe --timeout nan", "--timeout: 'nan' is not valid; valid are seconds above 0, up to"),
         ("probe --topology rack=1", "--topology: topology 'rack=1'"),
-        ("quality --mode exact", "--mode 'exact' is not valid; valid are paper, balanced, fast"),
+        ("quality --modes exact", "--modes 'exact' is not valid; valid are paper, balanced, fast"),
         ("quality --mode fast@bits=3", "'3' is not valid for bits"),
         ("quality --cocodiff-memory-budget -1", "--cocodiff_memory_budget: '-1' is not valid"),
     ],

@@ -65,7 +65,8 @@ def _words(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    from xfuser_cocodiff.tools.comparison import compare, launch, record, report
+    from xfuser_cocodiff.cli import tables
+    from xfuser_cocodiff.tools.comparison import compare, launch, record, report, report_table
     from xfuser_cocodiff.tools.launching import command_line
     from xfuser_cocodiff.tools.launching.command_line import option_value
     from xfuser_cocodiff.tools.reporting import formatting
@@ -92,12 +93,18 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED_STATUS
     page = report.write(comparison, options.out)
     write_json(options, comparison)
-    print("", *_lines(comparison), "", f"Report: {page}", sep="\n")
+    print("", *_lines(comparison), "", sep="\n")
+    rows = report_table.table_rows(comparison)
+    table = tables.table([*rows[0]], ("", "result"))
+    for row in rows:
+        table.add_row(*row.values())
+    tables.console().print(table)
+    print("", report_table.sentence(comparison), "", f"Report: {page}", sep="\n")
     return 0 if report.passed(comparison) else 1
 
 
 def _lines(comparison: dict[str, Any]) -> Sequence[str]:
-    """Return verdicts and notes of a comparison, and its table last."""
+    """Return verdicts and notes of a comparison."""
     from xfuser_cocodiff.tools.comparison import report, report_table
     from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED, format_bytes
 
@@ -114,11 +121,4 @@ def _lines(comparison: dict[str, Any]) -> Sequence[str]:
     lines += [
         f"{run['name']}: {report_table.error_text(run)}" for run in comparison["runs"] if run["mean_error"] is not None
     ]
-    return [*lines, "", _table(report_table.table_rows(comparison)), "", report_table.sentence(comparison)]
-
-
-def _table(rows: Sequence[dict[str, str]]) -> str:
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [(line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]) for line in lines]
-    return "\n".join(map("   ".join, aligned))
+    return lines

@@ -24,16 +24,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--model", default="FLUX.1-dev", help="name in xDiT's registry (%(default)s)")
     parser.add_argument(
-        "--mode",
+        "--modes",
         default="balanced,fast,paper",
         metavar="MODES",
         help="modes, also with settings, such as balanced@bits=2;predictor=0 (%(default)s)",
     )
+    parser.add_argument("--mode", dest="modes", help=argparse.SUPPRESS)  # the former name, as of --size
     parser.add_argument("--prompt", nargs="+", help="prompts (default: some that small models know)")
     parser.add_argument("--seeds", type=positive, default=16, help="number of images per mode (%(default)s)")
     parser.add_argument("--steps", type=positive, default=50, help="denoising steps of each run (%(default)s)")
     parser.add_argument("--guidance_scale", type=float, metavar="SCALE", help="default: that of the pipeline")
-    parser.add_argument("--size", type=positive, default=128, help="height and width in pixels (%(default)s)")
+    parser.add_argument("--resolution", type=positive, default=128, help="pixels per side (%(default)s)")
+    parser.add_argument("--size", dest="resolution", type=positive, help=argparse.SUPPRESS)
     parser.add_argument("--frames", type=positive, default=9, help="frames of videos (%(default)s)")
     parser.add_argument(
         "--dtype",
@@ -45,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         "--cocodiff_virtual",
         default=VIRTUAL,
         metavar="TOPOLOGY",
-        help="topology of the simulated ranks; ring:2x2 is a ring (%(default)s)",
+        help="topology of the virtual ranks; ring:2x2 is a ring (%(default)s)",
     )
     for field in _FIELDS:
         parser.add_argument(f"--{field}", metavar=field.rpartition("_")[2].upper(), help="as in a run")
@@ -63,9 +65,9 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         config = make_config(options)
-        cases = quality.parse_cases(options.mode.split(","))
+        cases = quality.parse_cases(options.modes.split(","))
         evaluator = quality.QualityEvaluator(
-            *(options.model, config, options.seeds, options.steps, options.size, getattr(torch, options.dtype)),
+            *(options.model, config, options.seeds, options.steps, options.resolution, getattr(torch, options.dtype)),
             *(options.frames, options.guidance_scale, options.prompt or quality.PROMPTS),
         )
     except ValueError as error:

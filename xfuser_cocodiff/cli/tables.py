@@ -1,18 +1,17 @@
 """Tables on the console."""
 
-import sys
 from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 _WIDTH = 200
-"""Width of tables in files and pipes, in characters."""
+"""Width of all tables, in characters: a narrower terminal wraps their lines, where Rich would cut cells off."""
 
 
 def console() -> Console:
     """Return the console for tables."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH)
+    return Console(highlight=False, markup=False, width=_WIDTH)
 
 
 def table(columns: Sequence[str], texts: Collection[str]) -> Table:

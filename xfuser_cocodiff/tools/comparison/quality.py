@@ -165,7 +165,7 @@ def parse_cases(modes: Sequence[str]) -> list[CodecCase]:
     for each in modes:
         mode, _, changes = each.partition("@")
         if mode not in MODES[1:]:
-            raise ValueError(f"--mode {mode!r} is not valid; valid are {', '.join(MODES[1:])}")
+            raise ValueError(f"--modes {mode!r} is not valid; valid are {', '.join(MODES[1:])}")
         if changes:
             CodecSchedule.parse(changes.replace(";", ","), PRESETS[mode])
         cases.append(CodecCase(mode, changes.replace(";", ",") or None))
