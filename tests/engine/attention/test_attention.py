@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import random
 import sys
 import time
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests import ranks
-from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
@@ -108,21 +106,13 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
             assert torch.equal(output, share(attend(q, k, v, HeadGroup()))), step
 
 
-@pytest.mark.parametrize(
-    ("plan", "staged"),
-    slow_but(
-        [("hierarchical", False)],
-        itertools.product(["flat", "hierarchical"], [True, False]),
-    ),
-)
-def test_random_delays_do_not_change_results(plan: str, staged: bool) -> None:
-    ranks.run(stress, 4, plan, CPU, staged)
+def test_random_delays_do_not_change_results() -> None:
+    ranks.run(stress, 4, "hierarchical", CPU, False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
-def test_random_delays_do_not_change_results_on_a_shared_device(plan: str) -> None:
-    ranks.run(stress, 4, plan, torch.device("cuda", 0), True, spawn=True)
+def test_random_delays_do_not_change_results_on_a_shared_device() -> None:
+    ranks.run(stress, 4, "hierarchical", torch.device("cuda", 0), True, spawn=True)
 
 
 def fail_in_flight(rank: int, groups: int, early: bool) -> None:
@@ -154,20 +144,3 @@ def fail_in_flight(rank: int, groups: int, early: bool) -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_attention_works_after_an_error(groups: int, early: bool) -> None:
     ranks.run(fail_in_flight, 4, groups, early)
-
-
-def fail_alone(rank: int) -> str:
-    """Drain the handle on one rank, as after an error, and wait for it on the others."""
-    mesh = mesh_of("hierarchical")
-    value = whole(3, 16, torch.float32)
-    handle = start_seq_to_heads([share(value)], mesh, Label("v"))
-    if rank == 2:
-        handle.drain()
-        return "drained"
-    [received] = handle.wait()
-    assert torch.equal(received, value.chunk(4, 1)[rank])
-    return "received"
-
-
-def test_rank_that_fails_alone_completes_its_sends() -> None:
-    assert ranks.run(fail_alone, 4) == ["received", "received", "drained", "received"]

@@ -12,16 +12,13 @@ from torch.distributed.tensor.experimental import _attention as pytorch_ring
 from torch.nn import functional
 
 from tests import ranks
-from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.ring_attention import PartialOutput, Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_state import CodedCall
-from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.step_report import StepReport
-from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 BATCH, HEADS, TOKENS, DIM = 2, 4, 12, 16
@@ -47,24 +44,6 @@ def ring_over(topology: Topology, slow: tuple[str, ...] = ()) -> Ring:
     return Ring(mesh, dist.get_rank(), AxisPartition.over(dist.group.WORLD, mesh, slow, Mesh.over))
 
 
-def gather_by_all_plans(rank: int, sizes: str) -> None:
-    topology = Topology.parse(sizes)
-    mesh = Mesh.over(dist.group.WORLD, topology)
-    plans = [*candidates(topology), Plan.hierarchical_gather(topology)]
-    for dtype in (torch.float32, torch.uint8):
-        block = torch.arange(7).add(10 * rank).to(dtype).view(7, 1)
-        for plan in plans:
-            gathered = mesh.all_gather(block, plan)
-            expected = [torch.arange(7).add(10 * other).to(dtype) for other in range(topology.size)]
-            assert gathered.shape == (*plan.shape, 7, 1)
-            assert torch.equal(gathered.reshape(topology.size, 7), torch.stack(expected)), plan
-
-
-@pytest.mark.parametrize("sizes", slow_but(["2x3", "2x2x2"], ["4", "2x3", "2x2x2", "3x1x2"]))
-def test_every_plan_gathers_all_blocks(sizes: str) -> None:
-    ranks.run(gather_by_all_plans, Topology.parse(sizes).size, sizes)
-
-
 def compare_to_pytorch(rank: int, sizes: str) -> dict[str, int]:
     topology = Topology.parse(sizes)
     pytorch_ring._cp_options.enable_load_balance = False
@@ -84,7 +63,7 @@ def compare_to_pytorch(rank: int, sizes: str) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.parametrize("sizes", slow_but(["2x2", "2x2x2"], ["4", "2x2", "3x2", "2x2x2"]))
+@pytest.mark.parametrize("sizes", ["3x2", "2x2x2"])
 def test_ring_is_bit_identical_to_pytorch_and_sends_each_block_along_an_axis_once(sizes: str) -> None:
     expected, reached = {}, 1
     for axis in Topology.parse(sizes).axes:  # blocks gathered along one axis are sent along the next one
@@ -97,23 +76,18 @@ def test_ring_is_bit_identical_to_pytorch_and_sends_each_block_along_an_axis_onc
 SHARE = LayerSizes(4 * BLOCK_BYTES // 8, BLOCK_BYTES // 8, DIM, 4)
 
 
-def planned_bytes(num_slow: int) -> ReferenceBytes:
-    return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, list).schedule, 1, num_slow)
-
-
 def run_coded(
     rank: int,
     sizes: str,
     slow: tuple[str, ...],
     schedule: str,
-    broken: tuple[int, int] | None,
-    budget: int | None,
+    broken: tuple[int, int] | None = None,
     mode: str = "balanced",
 ) -> tuple[list[float], list[StepReport], int, dict[str, int]]:
     """Return relative errors by step, the reports, the planned size of link references, and the bytes sent."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
-    runtime = CodecRuntime(None, mode, schedule, list, memory_budget=budget, ring_partition=ring.partition)
+    runtime = CodecRuntime(None, mode, schedule, list, ring_partition=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -132,25 +106,17 @@ def run_coded(
     return errors, runtime.reports, planned, dict(ring.mesh.traffic.sent_bytes)
 
 
-QUICK = [("2x2", ("node",))]
-
-
-@pytest.mark.parametrize(("sizes", "slow"), slow_but(QUICK, [*QUICK, ("gpu=4", ("gpu",)), ("2x2x2", ("node", "gpu"))]))
+@pytest.mark.parametrize(("sizes", "slow"), [("2x2", ("node",)), ("2x2", ("node", "gpu"))])
 def test_blocks_are_encoded_once_for_all_receivers(sizes: str, slow: tuple[str, ...]) -> None:
     topology = Topology.parse(sizes)
     num_slow = math.prod(axis.size for axis in topology.axes if axis.name in slow)
-    by_bits = {bits: ranks.run(run_coded, topology.size, sizes, slow, f"bits={bits}", None, None) for bits in (8, 2)}
+    by_bits = {bits: ranks.run(run_coded, topology.size, sizes, slow, f"bits={bits}") for bits in (8, 2)}
     for errors, reports, planned, sent in by_bits[8]:
         assert 0 < max(errors) < 0.02
         share = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
         assert share == pytest.approx((8 + 8 / DIM) / 32, rel=0.05)
         assert reports[-1].exact_bytes == (num_slow - 1) * BLOCK_BYTES
-        assert (
-            reports[-1].reference_bytes
-            <= planned
-            == planned_bytes(num_slow).predicted
-            < 1.1 * reports[-1].reference_bytes
-        )
+        assert reports[-1].reference_bytes <= planned < 1.1 * reports[-1].reference_bytes
         across = sum(size for name, size in sent.items() if set(name.split("+")) <= set(slow))
         assert across == pytest.approx(reports[-1].sent_bytes, rel=0.02)
     for (errors, *_), (coarse, *_) in zip(by_bits[8], by_bits[2], strict=True):
@@ -158,41 +124,17 @@ def test_blocks_are_encoded_once_for_all_receivers(sizes: str, slow: tuple[str, 
 
 
 def test_non_finite_values_are_sent_losslessly_once() -> None:
-    for rank, (errors, reports, *_) in enumerate(ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", (2, 1), None)):
+    for rank, (errors, reports, *_) in enumerate(ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", (2, 1))):
         is_affected = rank in (1, 3)  # the rank of the value, and its peer on the other node
         assert [report.repeated for report in reports] == [0, 0, int(is_affected), 0, 0, 0]
         assert not math.isfinite(errors[2]) and max(errors[:2] + errors[3:]) < 0.02
 
 
-def test_a_layer_whose_references_exceed_the_budget_sends_keyframes() -> None:
-    for budget in (planned_bytes(2).predicted, planned_bytes(2).single, planned_bytes(2).single - 1):
-        for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):
-            assert reports[-1].reference_bytes <= budget
-            assert reports[-1].exact_layers == 0 and 0 < max(errors) < 0.03
-
-
-@pytest.mark.parametrize(
-    ("schedule", "max_ratio"),
-    [("warmup=1,refresh=0,cached=0.5", 0.55), ("warmup=1,refresh=0,cached=1", 0.02)],  # with gaps
-)
-def test_tokens_are_selected_by_their_owner(schedule: str, max_ratio: float) -> None:
-    for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, None, "paper"):
-        assert reports[-1].sent_bytes < max_ratio * reports[-1].exact_bytes
+def test_tokens_are_selected_by_their_owner() -> None:
+    schedule = "warmup=1,refresh=0,cached=0.5"
+    for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, "paper"):
+        assert reports[-1].sent_bytes < 0.55 * reports[-1].exact_bytes
         assert 0 < reports[-1].error < 0.5 and max(errors) < 0.3
-
-
-def axes_of_policy(rank: int) -> str:
-    ring = ring_over(Topology.parse("2x2"))
-    flat = Plan.flat(ring.mesh.topology)
-    policy = PlanPolicy(ring.mesh.policy.plans, choose_gather=lambda block_bytes: flat)
-    mesh = Mesh(ring.mesh.topology, ring.mesh.stages, policy, ring.mesh.comm_stream)
-    query, key, value = (part(name, rank) for name in "qkv")
-    ring_attention(query, key, value, attend, Ring(mesh, rank))
-    return ",".join(mesh.traffic.sent_bytes)
-
-
-def test_ring_follows_the_policy() -> None:
-    assert ranks.run(axes_of_policy, 4) == ["flat"] * 4
 
 
 def fail_in_flight(rank: int) -> list[str]:

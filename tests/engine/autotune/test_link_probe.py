@@ -21,7 +21,6 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.rank_results import RankError
 from xfuser_cocodiff.engine.comm.stages import Stages
-from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -46,13 +45,6 @@ def test_all_ranks_measure_the_same_valid_profile() -> None:
     assert [link.name for link in first.links] == ["node", "gpu"]
     assert first.codec_bytes_per_second > 0
     assert first.coding_host_seconds == 0.0  # on a CPU it is part of the codec's speed
-
-
-def test_topologies_of_one_axis() -> None:
-    for text in ("flat", "1x3"):
-        [profile, *_] = ranks.run(measure, 3, text)
-        assert Profile.from_json(profile.to_json()) == profile
-        assert planner.choose_plan(profile, 1000).is_flat
 
 
 def stages_of(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:
@@ -81,24 +73,9 @@ def test_all_to_alls_follow_the_planner() -> None:
     assert ranks.run(stages_of, 4, no_latency, None) == [["flat", "flat"]] * 4
 
 
-def test_all_to_alls_follow_a_named_plan() -> None:
-    assert ranks.run(stages_of, 4, None, "hierarchical:node,gpu") == [["node,gpu", "node,gpu"]] * 4
-
-
 def test_without_a_profile_the_links_are_probed() -> None:
     results = ranks.run(stages_of, 4, None, None)
     assert all(result == results[0] for result in results)
-
-
-def test_copies_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages are large, and several calls are timed per synchronization."""
-    monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
-    timed_calls: list[int] = []
-    monkeypatch.setattr(
-        link_probe, "time_calls", lambda work, calls, *_: (work(), timed_calls.append(calls), [1.0])[-1]
-    )
-    assert probe_of("2")._copy_speed() >= 2**26  # bytes per call of one second
-    assert min(timed_calls) > 1
 
 
 def probe_of(topology: str) -> link_probe.Probe:
@@ -106,16 +83,6 @@ def probe_of(topology: str) -> link_probe.Probe:
     parsed = Topology.parse(topology, math.prod(map(int, topology.split("x"))))
     flat = Plan.flat(parsed).stages[0]
     return link_probe.Probe(Mesh(parsed, Stages({flat: None}), PlanPolicy(())), CPU)
-
-
-@pytest.mark.parametrize(("device_type", "launch"), [("cpu", 0.0), ("cuda", 0.0), ("xpu", 42e-6)])
-def test_a_collective_takes_at_least_the_host_time_of_its_device(device_type: str, launch: float) -> None:
-    """Times from which no launch can be solved, since collectives of one rank on several axes disturb each other."""
-    samples, flat = [link_probe.Sample(50e-6, 1, 1.0)] * 2, link_probe.Sample(300e-6, 1, 1.0)
-    least = devices.capabilities(device_type).collective_host_seconds
-    assert link_probe._launch_seconds((2, 4), samples, flat, least) == launch
-    fast = [link_probe.Sample(10e-6, 1, 1.0)] * 2
-    assert link_probe._launch_seconds((2, 4), fast, flat, least) == min(launch, 9e-6), "latencies must not be negative"
 
 
 def test_links_have_the_bandwidth_and_latency_that_explain_the_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Plan selection: the planner's choice, the same on every rank."""
 
 import dataclasses
-import math
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,9 @@ from xfuser_cocodiff.engine.autotune import plan_policy, plan_selection
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 
-CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
+CPU = torch.device("cpu")
 # Launches are cheap and messages expensive, so that small messages have hierarchical plans.
 MACHINE = profile_of([2, 2], [1e8, 1e8], latency=1e-3, launch=1e-6)
 
@@ -35,16 +33,6 @@ def early_sends(rank: int) -> list[bool]:
 
 def test_nothing_is_sent_early_with_synchronous_collectives() -> None:
     assert ranks.run(early_sends, 4) == [[True, False, True, False]] * 4
-
-
-def test_plans_cover_every_size() -> None:
-    machine = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
-    policy = plan_policy.planned(machine)
-    sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
-    chosen = [policy.choose(size) for size in sizes]
-    assert chosen == [planner.choose_plan(machine, 1 << round(math.log2(size))) for size in sizes]
-    assert len(set(chosen)) > 1
-    assert len(policy.plans) == len(set(policy.plans)) < len(plan_policy.SIZES)
 
 
 def reshard_compiled(rank: int) -> tuple[list[str], list[str]]:
@@ -68,16 +56,17 @@ def test_traced_resharding_equals_eager_resharding() -> None:
         assert eager
 
 
+def max_over_all(values: list[float]) -> list[float]:
+    maxima = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return maxima.tolist()
+
+
 def slow_axes_of_groups(rank: int) -> tuple[list[str], list[str]]:
     """Return the slow axes of this rank's profile and those in use; each half of the ranks has another profile."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
     config = CommConfig(topology=MACHINE.topology, slow_axes=None)
-
-    def max_over_all(values: list[float]) -> list[float]:
-        maxima = torch.tensor(values)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return maxima.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
     setup = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), max_over_all)
@@ -95,11 +84,6 @@ def coding_costs(rank: int) -> list[CodingCost | None]:
     """Return the costs in use where the slow axis is measured and where it is named; each rank has its own profile."""
     profile = profile_of([2, 2], [1e6 * (rank + 1), 1e12], latency=1e-3, launch=1e-6)
     profile = dataclasses.replace(profile, codec_bytes_per_second=1e9, coding_host_seconds=1e-4 * (rank + 1))
-
-    def max_over_all(values: list[float]) -> list[float]:
-        maxima = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        return maxima.tolist()
 
     configs = [CommConfig(topology=MACHINE.topology, slow_axes=slow_axes) for slow_axes in (None, ("node",))]
     setups = [

@@ -5,18 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
-from tests.quick import slow
 from tests.xdit.attention.test_overlap import start
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.topology import Topology
-
-TOPOLOGY = Topology.parse("2x2", 4)
 
 
 def cache_in(folder: Path, **machine: str) -> TuningCache:
@@ -30,20 +26,14 @@ def test_cache_is_read_as_written(tmp_path: Path) -> None:
     saved.save()
     loaded = tuning_cache.load(saved.file(tmp_path))
     assert loaded == replace(saved, folder=None)
-    without_profile = replace(saved, profile=None)
-    assert TuningCache.from_json(json.loads(json.dumps(without_profile.to_json()))) == replace(
-        without_profile, folder=None
-    )
     assert [file.name for file in tmp_path.iterdir()] == [saved.file(tmp_path).name]
 
 
 def test_each_machine_and_version_has_its_own_file(tmp_path: Path) -> None:
     assert cache_in(tmp_path).file(tmp_path) != cache_in(tmp_path, torch="2").file(tmp_path)
-    assert cache_in(tmp_path).file(tmp_path) != cache_in(tmp_path, ranks="other").file(tmp_path)
-    assert cache_in(tmp_path).file(tmp_path) == cache_in(tmp_path).file(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 0}', '{"schema": 1, "profile": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 0}'])
 def test_invalid_files_are_ignored(tmp_path: Path, text: str) -> None:
     file = tmp_path / "file.json"
     assert tuning_cache.load(file) is None
@@ -75,18 +65,12 @@ def test_all_ranks_use_the_cache_of_rank_0(tmp_path: Path) -> None:
     again = ranks.run(share, 4, folders, {"torch": "1"})
     assert [schedules for schedules, _ in again] == [{"of rank 0": OverlapSchedule()}] * 4
     assert not (tmp_path / "1").exists()
-    other = TuningCache({"torch": "1", "ranks": [{"host": host} for host in "aabb"]})
-    other.schedules, other.folder = {"of another host": OverlapSchedule(True, 2)}, tmp_path / "1"
-    other.save()  # a different file for the same machine in the other host's folder
-    assert [schedules for schedules, _ in ranks.run(share, 4, folders, {"torch": "1"})] == [
-        {"of rank 0": OverlapSchedule()}
-    ] * 4
     assert ranks.run(share, 4, folders, {"torch": "2"})[1][0] == {"of rank 1": OverlapSchedule()}
-    for hosts in ("aabc", "aaab"):  # another rank is on another host
-        assert ranks.run(share, 4, folders, {"torch": "1"}, hosts)[1][0] == {"of rank 1": OverlapSchedule()}
+    # Another rank is on another host.
+    assert ranks.run(share, 4, folders, {"torch": "1"}, "aaab")[1][0] == {"of rank 1": OverlapSchedule()}
 
 
-def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str], int, int]:
+def run_once(rank: int, folder: str) -> tuple[list[str], int, int]:
     """Return the schedules that a process chooses, in how many steps, and how often it probes the links. Only rank 0
     saves its cache."""
     from unittest import mock
@@ -97,25 +81,23 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig
 
     group, _, step = start(rank, depth=6)
-    expected, cache = step(), Path(folder) if rank == 0 else None
-    slow = ("node",) if mode != "exact" else ()
-    config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
+    cache = Path(folder) if rank == 0 else None
+    topology = Topology.parse("2x1", 2)
+    config = CocoDiffConfig(topology=topology, mode="balanced", slow_axes=("node",), cache=cache)
     with mock.patch.object(link_probe, "Probe", side_effect=link_probe.Probe) as probed:
         session = starting.create_session(group, config)
     bare_runtime.use_session(session)
     session.begin_run(50)
     steps = 0
     while not (steps > 2 and session.is_tuned):
-        result = step()
+        step()
         session.end_step()
         steps += 1
-    assert torch.equal(result, expected) or mode != "exact"
     return sorted(str(signature.candidates.chosen) for signature in session.layers.signatures), steps, probed.call_count
 
 
-@pytest.mark.parametrize(("mode", "topology"), [slow("exact", "flat"), slow("exact", "2x1"), ("balanced", "2x1")])
-def test_next_process_uses_the_saved_results(tmp_path: Path, mode: str, topology: str) -> None:
-    first = ranks.run(run_once, 2, str(tmp_path), mode, topology)
+def test_next_process_uses_the_saved_results(tmp_path: Path) -> None:
+    first = ranks.run(run_once, 2, str(tmp_path))
     assert first[0] == first[1] and first[0][1] > 8 and first[0][2] == 1
     [file] = tmp_path.iterdir()
     cache = tuning_cache.load(file)
@@ -124,4 +106,4 @@ def test_next_process_uses_the_saved_results(tmp_path: Path, mode: str, topology
     cache.schedules, cache.folder = changed, tmp_path
     cache.save()
     expected = sorted(map(str, changed.values())), 3, 0
-    assert ranks.run(run_once, 2, str(tmp_path), mode, topology) == [expected] * 2
+    assert ranks.run(run_once, 2, str(tmp_path)) == [expected] * 2
