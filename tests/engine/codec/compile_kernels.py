@@ -1,14 +1,13 @@
 """Compile the kernels of messages for a GPU that need not be present, such as sm_90.
 
-    python -m tests.engine.codec.compile_kernels 90                # messages of all kinds
     python -m tests.engine.codec.compile_kernels 90 balanced fast  # what the self-checks of these modes launch
     python -m tests.engine.codec.compile_kernels 90 message        # one message of three tensors
 
 Runs in its own process, since tests run the kernels by the interpreter. Kernels are compiled for the arguments that the
-Triton backend would launch them with, by the Triton that PYTHONPATH has. Prints Triton's version and for each kernel as
-JSON: the number of fused multiply-adds, the widths of memory accesses, registers and stack of a thread, and the share
-of the multiprocessor's warps that can be resident; for messages of given codecs also what is predicted, and the
-instructions of the longest loop per value of a thread.
+Triton backend would launch them with, by the Triton that PYTHONPATH has. Prints for each kernel as JSON: the number of
+fused multiply-adds, the widths of memory accesses, registers and stack of a thread, and the share of the
+multiprocessor's warps that can be resident; for one message also the instructions of the longest loop per value of a
+thread.
 """
 
 import json
@@ -26,18 +25,15 @@ import triton
 import triton.language as tl
 from triton.backends import nvidia
 
-from tests.engine.codec.case import EXTRAPOLATED, KEYFRAME, REFERENCE, Case
+from tests.engine.codec.case import EXTRAPOLATED, Case
 from tests.engine.codec.launches import KERNELS, as_on_accelerators, self_check, set_target
 from xfuser_cocodiff.engine.codec import triton_kernels
 
 TOKENS, HEAD_DIM = 288, 128
 REGISTERS, MAX_WARPS, MAX_BLOCKS, SHARED_BYTES = 2**16, 64, 32, 164 * 1024
 """Limits of a multiprocessor of A100, H100 and B200; the latter two have more shared memory."""
-THREAD_BYTES = 16
-"""Bytes of values that a thread has of a tile."""
-THREE_TENSORS = EXTRAPOLATED, 3, True
-MESSAGES = (KEYFRAME, 1, False), (REFERENCE, 1, False), (EXTRAPOLATED, 1, False), THREE_TENSORS
-"""Messages: what is predicted, number of tensors, and whether a base is subtracted."""
+THREAD_VALUES = 8
+"""Values that a thread has of a tile, bfloat16."""
 
 
 class Compiler:
@@ -74,22 +70,19 @@ class Compiler:
                 self_check(mode)
         yield from map(properties, self.compiled.values())
 
-    def run(self, dtype: torch.dtype, kind: str, number: int, based: bool) -> Iterator[dict]:
+    def run_message(self) -> Iterator[dict]:
         """Yield what is known of the kernels of a message."""
-        case, bits = Case(dtype, range(1), dim=HEAD_DIM, tokens=TOKENS), 2
-        part = case.part(case.prediction(kind), bits, **({"base": case.base} if based else {}))
+        case, bits, number = Case(torch.bfloat16, range(1), dim=HEAD_DIM, tokens=TOKENS), 2, 3
+        part = case.part(case.prediction(EXTRAPOLATED), bits, base=case.base)
         size = part.payload.shape[1]
         parts = [
             part._replace(payload=torch.empty(3, -(-size // 64) * 64, dtype=torch.uint8)[:, :size])
             for _ in range(number)
         ]
-        self.compiled.clear()
         triton_kernels.encode(parts, torch.empty(number, 2))
         triton_kernels.decode(parts)
         for kernel in self.compiled.values():
-            found = {"type": str(dtype), "kind": kind, "base": based}
-            found["instructions"] = loop_instructions(kernel) / (THREAD_BYTES / dtype.itemsize)
-            yield found | properties(kernel)
+            yield {"instructions": loop_instructions(kernel) / THREAD_VALUES} | properties(kernel)
 
 
 def properties(kernel: triton.compiler.CompiledKernel) -> dict[str, Any]:
@@ -158,15 +151,10 @@ def hashed_constants(launch: Callable[[], object]) -> int:
 def main() -> None:
     compiler, what = Compiler(int(sys.argv[1])), sys.argv[2:]
     if what == ["message"]:
-        rows = compiler.run(torch.bfloat16, *THREE_TENSORS)
-    elif what:
-        rows = compiler.run_modes(what)
+        found = {"kernels": list(compiler.run_message())}
+        found["hashed"] = hashed_constants(lambda: list(compiler.run_message()))
     else:
-        messages = [(torch.bfloat16, *message) for message in MESSAGES] + [(torch.float32, *MESSAGES[1])]
-        rows = (row for message in messages for row in compiler.run(*message))
-    found = {"triton": triton.__version__, "kernels": list(rows)}
-    if what == ["message"]:
-        found["hashed"] = hashed_constants(lambda: list(compiler.run(torch.bfloat16, *THREE_TENSORS)))
+        found = {"kernels": list(compiler.run_modes(what))}
     print(json.dumps(found))
 
 

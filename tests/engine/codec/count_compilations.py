@@ -25,8 +25,6 @@ from xfuser_cocodiff.engine.compression.step_errors import StepErrors
 
 SHAPES = (  # slots, groups, heads, tokens, head dim
     (2, 4, 3, 144, 128),
-    (2, 1, 6, 288, 128),
-    (2, 1, 16, 145, 128),
     (4, 2, 1, 262, 128),
 )
 MESSAGES = (("qkv", "o"), ("v", "qk", "o"), ("kv",))

@@ -36,32 +36,6 @@ def test_values_before_are_dropped_where_a_difference_is_coded() -> None:
     assert found == pytest.approx([1.0, 5.0, 4.0, 6.0], rel=0.02)
 
 
-def test_references_of_another_shape_or_type_are_not_extrapolated() -> None:
-    for first, second in ((torch.zeros(1, 1, 1, 4, 16), torch.float32), (torch.zeros(SHAPE), torch.bfloat16)):
-        reference = LinkReference()
-        reference.advance(first)
-        for has_previous in (False, True):
-            reference.advance_rows(Int8Rows.of(torch.ones(SHAPE)), SHAPE, second, keeps_previous=True)
-            assert (reference.prediction(True).previous is not None) is has_previous
-            assert reference.prediction(False).previous is None
-
-
-def test_the_oldest_reference_is_written_over() -> None:
-    """That which no prediction needs; one of another shape or type has other memory."""
-    reference, dtype, device = LinkReference(), torch.float32, torch.device("cpu")
-    advance(reference, 1.0, False)
-    first = reference.stored
-    assert reference.memory(SHAPE, dtype, device, keeps_previous=False) == first
-    assert first[0] is not reference.memory(SHAPE, dtype, device, keeps_previous=True).levels
-    advance(reference, 2.0, False)
-    assert reference.memory(SHAPE, dtype, device, keeps_previous=True) == first
-    for shape, other in (((1, 1, 1, 4, 16), dtype), (SHAPE, torch.bfloat16)):
-        for keeps_previous in (False, True):
-            memory = reference.memory(shape, other, device, keeps_previous)
-            assert memory.levels.numel() == torch.Size(shape).numel()
-            assert all(memory.levels is not each for each in reference.stored)
-
-
 def test_change_is_that_since_a_lossless_step() -> None:
     reference, codec = LinkReference(is_exact=True), Codec(token_fraction=1 / 8)
 
