@@ -154,10 +154,6 @@ class MockDevice(TorchDispatchMode):
         """Number of launches by operation."""
         self.moved: Counter[str] = Counter()
         """Bytes that launches read and write, by operation."""
-        self.allocated: Counter[str] = Counter()
-        """Bytes that are allocated on the device, by operation."""
-        self.grids: list[tuple[str, tuple[int, ...]]] = []
-        """Grids of Triton kernels, in the order of their launches."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "MockDevice":
@@ -235,7 +231,6 @@ class MockDevice(TorchDispatchMode):
         agent.follow(self.host.clock)
         agent.tick()
         self.launched[name] += 1
-        self.grids.append((name, grid))
         by_name = [*arguments.items()]
         sums = {"sums": arguments["sums"][: grid[0]]} if "sums" in arguments else {}  # memory is of the largest launch
         self.moved[name] += _kernel_bytes(arguments | sums)
@@ -267,8 +262,6 @@ class MockDevice(TorchDispatchMode):
 
     def _allocate(self, agent: Agent, key: int, tensor: torch.Tensor, name: str) -> None:
         home = agent if tensor.device.type != "cpu" else self.host
-        if tensor.device.type != "cpu":
-            self.allocated[name] += tensor.untyped_storage().nbytes()
         self._memory[key] = memory = Memory(StorageWeakRef(tensor.untyped_storage()), name, home)
         self._reuse(home)
         memory.writes[home.name] = home.clock[home.name]  # uses must come after those of the previous owner

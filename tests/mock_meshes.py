@@ -66,11 +66,10 @@ SLOW = ["node", "all", GATHERED]
 """The slow axes, and whether K and V are gathered along them."""
 
 
-def partition_of(slow: str, staged: bool, topology: Topology = TOPOLOGY) -> tuple[Mesh, AxisPartition]:
+def partition_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
     """Return a mesh of nodes and GPUs, and its slow and fast axes."""
-    mesh = mesh_of("hierarchical", staged, topology)
+    mesh = mesh_of("hierarchical", staged)
     if slow == "all":
-        return mesh, AxisPartition(topology.size, 1, 0, mesh, None)
-    axes = [Topology.named(**{name: size}) for name, size in zip(("node", "gpu"), topology.shape, strict=True)]
-    parts = [mesh_of("flat", staged, axis).as_part_of(mesh, str(axis).split("=")[0]) for axis in axes]
-    return mesh, AxisPartition(*topology.shape, 0, *parts)
+        return mesh, AxisPartition(TOPOLOGY.size, 1, 0, mesh, None)
+    parts = [mesh_of("flat", staged, Topology.named(**{name: 2})).as_part_of(mesh, name) for name in ("node", "gpu")]
+    return mesh, AxisPartition(*TOPOLOGY.shape, 0, *parts)
