@@ -32,28 +32,6 @@ def test_all_tensors_of_a_step_have_the_bits_that_rate_control_chooses(mode: str
     assert {(codec.bits, codec.is_keyframe) for codec in schedule.codecs(0, 20, 2).values()} == {(8, True)}
 
 
-def test_parse_and_str_are_inverse() -> None:
-    for text, preset in (
-        ("error=0.05,warmup=2,first=4,predictor=1,joint=1", CodecSchedule()),
-        ("bits=2.7,first=exact,predictor=0", modes.BALANCED),
-        ("warmup=2,refresh=4,cached=0.2->0.6", modes.PAPER),
-    ):
-        schedule = CodecSchedule.parse(text, preset)
-        again = CodecSchedule.parse(str(schedule), CodecSchedule(cached=schedule.cached))
-        assert again == schedule != preset
-    for preset in modes.PRESETS.values():
-        assert CodecSchedule.parse(str(preset), CodecSchedule(cached=preset.cached)) == preset
-    assert str(CodecSchedule()) == "exact"
-
-
-def test_refreshed_steps_of_the_paper_mode_are_lossless() -> None:
-    schedule = CodecSchedule.parse("warmup=2,refresh=4,cached=0.2->0.6", modes.PAPER)
-    assert [schedule.is_keyframe_step(step) for step in range(11)] == [step in (0, 1, 5, 9) for step in range(11)]
-    first, last = schedule.codecs(2, 11), schedule.codecs(10, 11)
-    assert (first["k"].token_fraction, last["k"].token_fraction) == pytest.approx((0.72, 0.4))
-    assert schedule.codecs(5, 11) == schedule.codecs(0, 11) == dict.fromkeys("qkvo", EXACT)
-
-
 def test_overrides_keep_the_rest_of_a_mode() -> None:
     changed = CodecSchedule.parse("first=4", modes.BALANCED)
     assert (changed.first, changed.error, changed.joint) == (4, modes.BALANCED.error, modes.BALANCED.joint)
@@ -72,21 +50,13 @@ BITS = "1, 1.6, 2, 2.7, 3.2, 4, 5.3, 8, and exact"
     ("mode", "overrides", "message"),
     [
         ("balanced", "", "has the unknown key ''; valid are error, bits, warmup, first, predictor, joint: "),
-        ("balanced", "bits", f"'' is not valid for bits; valid are {BITS}"),
         ("balanced", "bits=4->2", f"'4->2' is not valid for bits; valid are {BITS}"),
-        ("balanced", "first=3", f"'3' is not valid for first; valid are {BITS}"),
         ("balanced", "error=0", "'0' is not valid for error; valid are numbers above 0, up to 1"),
-        ("balanced", "error=nan", "'nan' is not valid for error; valid are numbers above 0, up to 1"),
         ("balanced", "error=0.05,bits=2", "has 'bits' and 'error'; valid is one of them"),
         ("balanced", "predictor=0.5", "'0.5' is not valid for predictor; valid are 0 and 1"),
-        ("balanced", "joint=2", "'2' is not valid for joint; valid are 0 and 1"),
         ("balanced", "warmup=-1", "'-1' is not valid for warmup; valid are numbers of steps from 0"),
-        ("balanced", "exact=blocks.0", "has 'exact', which no longer exists; set a smaller error"),
         ("balanced", "bits=2,bits=4", "has 'bits' twice"),
-        ("balanced", "bites=2", "has the unknown key 'bites'; valid are error, bits,"),
-        ("balanced", "cached=0.5", "has the unknown key 'cached'; valid are error, bits,"),
         ("balanced", "bits_o=2", "has 'bits_o', which no longer exists; use bits for all tensors, or error"),
-        ("paper", "score=drift", "has 'score', which no longer exists; tokens are selected by their change"),
         ("paper", "bits=2", "has the unknown key 'bits'; valid are warmup, refresh, cached: "),
         ("paper", "cached=2", "'2' is not valid for cached; valid are fractions from 0 to 1, or two of them as 0->0.5"),
         ("paper", "refresh=often", "'often' is not valid for refresh; valid are numbers of steps from 1, and 0 for"),

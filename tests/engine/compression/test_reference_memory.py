@@ -1,7 +1,5 @@
 """Memory of link references: planned bytes equal allocated bytes, and a budget is met."""
 
-import itertools
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,7 +23,6 @@ from xfuser_cocodiff.engine.compression.reference_memory import (
 )
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
-from xfuser_cocodiff.engine.topology.planner import SentSizes, gathers_kv
 
 NUM_SLOW, HEAD_DIM = 3, 64
 SHAPE = (NUM_SLOW - 1, 2, 2, 6, HEAD_DIM)
@@ -78,7 +75,6 @@ class Run:
         self,
         budget: float | None,
         layers: int,
-        branches: int = 1,
         memory: Callable[[], DeviceMemory | None] | None = None,
         min_over_ranks: Callable[[list[float]], list[float]] = list,
     ) -> None:
@@ -93,21 +89,18 @@ class Run:
             device_memory=memory,
             min_over_ranks=min_over_ranks,
         )
-        self.layers, self.branches = layers, branches
+        self.layers = layers
 
     def begin(self, total: int | None = 9) -> None:
         self.runtime.begin_run(total)
 
-    def step(self, transformer: str = "") -> list[bool]:
+    def step(self) -> list[bool]:
         """Run a step of a transformer, and return which layers have references."""
         found: list[LayerCodecs] = []
-        for branch in range(self.branches):
-            for layer in range(self.layers):
-                sizes = layer_sizes(torch.bfloat16)
-                key = transformer, layer
-                layer_codecs = self.runtime.layer_codecs(CodedCall(str(layer), key, branch, sizes, transformer))
-                assert all(codec.bits for codec in layer_codecs.step.codecs.values()), "no layer is lossless"
-                found.append(layer_codecs)
+        for layer in range(self.layers):
+            layer_codecs = self.runtime.layer_codecs(CodedCall(str(layer), layer, 0, layer_sizes(torch.bfloat16)))
+            assert all(codec.bits for codec in layer_codecs.step.codecs.values()), "no layer is lossless"
+            found.append(layer_codecs)
         # Later steps predict if no layer of the first one was too much.
         predicts = found[-1].step.codecs["k"].predicts
         for layer_codecs in found:
@@ -145,21 +138,6 @@ def test_memory_budget_is_met(budget: int | None, allocated: int, coded: int) ->
     if budget:
         limit = f"{budget / GIB:.3g} GiB by --cocodiff_memory_budget: {4 - coded} of 4 layers have none and send 8 bits"
     assert all(limit in line for line in logged), logged
-
-
-def test_guidance_branches_share_the_memory_budget() -> None:
-    sizes = layer_sizes(torch.bfloat16)
-    following = ReferenceBytes.of(sizes, BALANCED, NUM_SLOW, keeps_values=True).single
-    assert following == SINGLE + sizes.crossing(NUM_SLOW).num_values * sizes.value_bytes  # values are kept as they are
-    run = Run(4 * (SINGLE + following), layers=4, branches=2)  # not enough with prediction
-    for _ in range(2):
-        run.begin()
-        for _ in range(3):
-            assert run.step() == [True] * 8
-            assert run.runtime.store.planned_bytes == 4 * (SINGLE + following)
-            assert run.runtime.store.nbytes == 8 * SINGLE  # without messages, no values are kept
-        assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
-    assert any("references of 4 layers: " in line and "0 of 8 layers have none" in line for line in run.logged)
 
 
 LAYER = layer_sizes(torch.bfloat16)
@@ -201,19 +179,6 @@ def test_default_budget_is_the_smallest_of_all_ranks_and_is_stated() -> None:
     assert f"{4 * PREDICTED / GIB:.3g} GiB per rank, {4 * SINGLE / GIB:.3g} GiB without prediction (in use)" in line
 
 
-def test_default_budget_is_taken_anew_for_a_second_transformer() -> None:
-    """As in Wan2.2, which drops the references of the first one."""
-    free = iter(
-        [free_for(4 * PREDICTED), free_for(2 * SINGLE + GIB)]
-    )  # references of the first are cached, not allocated
-    run = Run(None, 4, memory=lambda: next(free))
-    run.begin()
-    assert run.step("a") == run.step("a") == [True] * 4
-    assert run.step("b") == [True] * 4
-    run.runtime.end_run()
-    assert next(free, None) is None
-
-
 def test_runs_alike_decide_alike_while_memory_suffices() -> None:
     """Kernels and communicators load during the first run; a run of another kind measures anew."""
     free = iter(free_for(layers * SINGLE - lost) for layers, lost in [(3, 0), (3, GIB // 4), (4, 0), (2, 0), (3, GIB)])
@@ -225,40 +190,8 @@ def test_runs_alike_decide_alike_while_memory_suffices() -> None:
     assert coded == [3, 3, 3, 2, 0]
 
 
-def test_no_default_budget_where_a_driver_does_not_tell() -> None:
-    run = Run(None, 4, memory=lambda: None)
-    run.begin()
-    assert run.step() == [True] * 4
-    assert any("--cocodiff_memory_budget sets a limit" in line for line in run.logged)
-
-
-def test_given_budget_needs_no_measurement() -> None:
-    run = Run(4 * SINGLE, 4, memory=lambda: pytest.fail("measured"), min_over_ranks=lambda _: pytest.fail("reduced"))
-    run.begin()
-    assert run.runtime.layer_codecs(CodedCall("a", 0, 0, LAYER)).step.keeps_references
-
-
 def test_bytes_across_slow_axes_leave_out_what_stays_on_the_rank() -> None:
     sizes = LayerSizes(num_values=1200, num_v_values=300, row_values=4, value_bytes=2)
     assert sizes.slow_axis_bytes(1, 1) == 0
     assert sizes.slow_axis_bytes(4, 1) == 2 * 900  # all-to-alls of Q, K, V and O
     assert sizes.slow_axis_bytes(1, 3) == 2 * (2 * 300) * 2  # K and V to each of two others
-
-
-@pytest.mark.parametrize("mode", ["balanced", "fast"])
-def test_references_of_gathered_kv_are_never_larger_than_by_heads(mode: str) -> None:
-    """Wherever the rule of lossy modes gathers, with zero-padded heads too; in the leading branch and a second one."""
-    schedule, num_gathering = PRESETS[mode], 0
-    for num_slow, num_fast, kv_heads, grouping in itertools.product((2, 4, 8), (1, 4, 8), (1, 3, 8, 24), (1, 3, 8)):
-        sizes = SentSizes.of(kv_heads * grouping, kv_heads, num_slow, num_fast, tokens=64, kv_tokens=64)
-        if not gathers_kv(num_slow, sizes):
-            continue
-        num_gathering += 1
-        query, key, gathered_key = (int(size) * HEAD_DIM for size in sizes)
-        by_heads = LayerSizes(2 * query + 2 * key, key, HEAD_DIM, 2)
-        gathered = LayerSizes(2 * grouping * gathered_key + 2 * gathered_key, gathered_key, HEAD_DIM, 2)
-        for leads in (False, True):
-            of_heads = ReferenceBytes.of(by_heads, schedule, num_slow, 1, leads)
-            of_gather = ReferenceBytes.of(gathered, schedule, 1, num_slow, leads)
-            assert all(map(operator.le, of_gather, of_heads)), (num_slow, num_fast, kv_heads, grouping)
-    assert num_gathering > 50

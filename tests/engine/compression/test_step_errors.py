@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.benchmarks.accelerator.emulated import accelerator
 from tests.mock_device import HAS_BACKENDS, DisorderError, MockDevice, register_mock_device
 from xfuser_cocodiff.engine.compression.step_errors import StepErrors, TensorError
 from xfuser_cocodiff.engine.topology.devices import CPU
@@ -43,16 +42,6 @@ def test_errors_of_more_tensors_than_a_chunk_has() -> None:
     assert places[0] == places[1] == places[2] and len(set(places[0])) == len(places[0])
 
 
-def test_energies_of_a_step_that_is_read_late_are_its_own() -> None:
-    """On accelerators a step is read after the next one has written to the same memory."""
-    errors = StepErrors()
-    errors.add([TensorError("v")], CPU).fill_(1.0)
-    first = errors.start_readout()
-    errors.add([TensorError("v")], CPU).fill_(2.0)
-    second = errors.start_readout()
-    assert [each.read()[0].error_energy for each in (first, second)] == [1, 2]
-
-
 def test_a_following_branch_has_the_error_of_its_leader_too() -> None:
     errors, leader = StepErrors(), TensorError("v")
     for error, energy in (
@@ -74,23 +63,6 @@ def read_on_mock_device(rank: int) -> None:
             mock_device.read_on_host(readout._chunks[0])
         readout._copied.synchronize()
         mock_device.read_on_host(readout._chunks[0])
-
-
-def waits_on_emulated_device(rank: int) -> tuple[list[tuple[float, float]], list[bool]]:
-    """Return the errors, and whether the host had waited for the device: once they were queued, and after reading."""
-    with accelerator(1) as emulator:
-        errors = StepErrors()
-        errors.add([TensorError("v")], emulator.device).zero_()
-        emulator.launch(1000.0)
-        readout, host_times = errors.start_readout(), [emulator.host_time]
-        found = [(each.error_energy, each.value_energy) for each in readout.read()]
-        host_times.append(emulator.host_time)
-        return found, [time.resolve({}) > 1000 for time in host_times]
-
-
-@pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
-def test_emulated_devices_read_zeros() -> None:
-    assert ranks.run(waits_on_emulated_device, 1) == [([(0.0, 0.0)], [False, True])]
 
 
 @pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
