@@ -20,7 +20,3 @@ def test_bytes_cross_several_slow_axes_one_after_the_other() -> None:
     """Of 12 bytes, 9 are for other coordinates; 6 of them cross `node` at 2 B/s, and 6 cross `gpu` at 3 B/s."""
     cost = CodingCost.of(profile_of([2, 2], [2.0, 3.0], 0.0, 0.0), ("node", "gpu"))
     assert 9 * cost.link_seconds_per_byte == pytest.approx(6 / 2 + 6 / 3)
-
-
-def test_a_profile_without_host_time_codes_every_layer() -> None:
-    assert CodingCost.of(profile_of([2], [1e15], 0.0, 0.0), ("node",)).added_host_seconds(4) == 0

@@ -1,7 +1,6 @@
 """Files that others may have written: every reader refuses what is too large, no file, or not JSON, in one error."""
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -12,7 +11,6 @@ import pytest
 
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.topology import json_file
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
 
@@ -29,24 +27,12 @@ def deep(file: Path) -> None:
     file.write_text("[" * 200_000)
 
 
-def huge(file: Path) -> None:
-    file.write_text("{" + " " * json_file.MAX_BYTES + "}")
-
-
 def endless(file: Path) -> None:
     file.symlink_to("/dev/zero")
 
 
 def pipe(file: Path) -> None:
     os.mkfifo(file)  # nobody writes to it
-
-
-def folder(file: Path) -> None:
-    file.mkdir()
-
-
-def binary(file: Path) -> None:
-    file.write_bytes(bytes(range(256)))
 
 
 def numbers(file: Path) -> None:
@@ -59,23 +45,13 @@ def numbers(file: Path) -> None:
     file.write_text(text.replace('"launch_seconds": 1', f'"launch_seconds": {big}').replace(" 0,", f" {big},"))
 
 
-@pytest.mark.parametrize("damage", [deep, huge, endless, pipe, folder, binary, numbers])
+@pytest.mark.parametrize("damage", [deep, endless, pipe, numbers])
 @pytest.mark.parametrize("read", [of_profile, of_cache])
 def test_damaged_files_are_one_error(tmp_path: Path, read: Callable, damage: Callable) -> None:
     file = tmp_path / "file.json"
     damage(file)
     with pytest.raises(ValueError):
         read(file)
-
-
-def test_a_cache_is_not_read_through_a_link(tmp_path: Path) -> None:
-    saved = TuningCache({"torch": "1"}, folder=tmp_path / "elsewhere")
-    saved.save()
-    outside = saved.file(saved.folder)
-    assert tuning_cache.load(outside)
-    inside = tmp_path / outside.name
-    inside.symlink_to(outside)
-    assert tuning_cache.load(inside) is None
 
 
 def test_a_cache_is_not_written_through_a_link(tmp_path: Path) -> None:
@@ -103,30 +79,3 @@ def test_a_full_disk_leaves_the_earlier_file_and_nothing_else(tmp_path: Path) ->
         signal.signal(signal.SIGXFSZ, ignored)
     assert [file.name for file in tmp_path.iterdir()] == [saved.file(tmp_path).name]
     assert tuning_cache.load(saved.file(tmp_path)) == TuningCache({"torch": "1"})
-
-
-def write_often(folder: Path, name: str) -> None:
-    from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-
-    schedules = {f"{name} {number}": OverlapSchedule() for number in range(500)}
-    for _ in range(100):
-        TuningCache({"torch": "1"}, schedules=schedules, folder=folder).save()
-
-
-def test_two_writers_never_leave_a_torn_file(tmp_path: Path) -> None:
-    TuningCache({"torch": "1"}, folder=tmp_path).save()
-    file = TuningCache({"torch": "1"}).file(tmp_path)
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_often, args=(tmp_path, name)) for name in ("first", "second")]
-    for writer in writers:
-        writer.start()
-    seen = set()
-    while any(writer.is_alive() for writer in writers):
-        loaded = tuning_cache.load(file)
-        assert loaded is not None
-        assert len(loaded.schedules) in (0, 500)
-        seen |= {name.partition(" ")[0] for name in loaded.schedules}
-        assert len({name.partition(" ")[0] for name in loaded.schedules}) <= 1
-    assert [writer.exitcode for writer in writers] == [0, 0]
-    assert seen
-    assert [each.name for each in tmp_path.iterdir()] == [file.name]

@@ -20,11 +20,8 @@ topologies = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
     [
         "flat",
         "hierarchical:tile,gpu,node",
-        "hierarchical:node,tile,gpu",
         "hierarchical:tile+gpu,node",
-        "hierarchical:gpu+node,tile",
         "hierarchical:tile,gpu,node=kv",
-        "hierarchical:tile,gpu+node=kv",
     ],
 )
 def test_parse_inverts_str(text: str) -> None:
@@ -42,30 +39,17 @@ def test_short_forms() -> None:
     ("text", "words"),
     [
         ("ring", ["'ring'", "'flat'", "'hierarchical'"]),
-        ("flat:tile", ["'flat:tile'"]),
         ("hierarchical:tile,gpu", ["each of the axes node, gpu, tile once"]),
         ("hierarchical:tile,gpu,gpu,node", ["each of the axes"]),
-        ("hierarchical:tile,gpu,rack", ["each of the axes"]),
         ("hierarchical:tile+node,gpu", ["not adjacent"]),
-        ("hierarchical:tile,gpu,node/4", ["is not valid"]),
         ("flat*", ["'flat*' is not valid: direct sends (*) were removed; leave * out"]),
-        ("hierarchical:node,gpu,tile=kv", ["outermost axis, node"]),
         ("hierarchical:gpu,node,tile=kv", ["outermost axis, node"]),
-        ("hierarchical:node,tile+gpu=kv", ["outermost axis, node"]),
     ],
 )
 def test_parse_errors(text: str, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"hierarchical|flat") as caught:
         Plan.parse(text, AURORA)
     assert all(word in str(caught.value) for word in words)
-
-
-def test_candidates_of_three_axes() -> None:
-    texts = [str(plan) for plan in candidates(AURORA)]
-    assert texts[0] == "flat"
-    assert len(texts) == len(set(texts)) == 1 + 2 + 2 + 6
-    for expected in ("hierarchical:tile+gpu,node", "hierarchical:node,gpu,tile", "hierarchical:gpu+node,tile"):
-        assert expected in texts
 
 
 @given(topologies)
