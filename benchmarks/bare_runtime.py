@@ -1,11 +1,15 @@
 """Process groups and runtime state of xDiT without a pipeline, for benchmarks of single functions and transformers."""
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.tools.launching.rank_group import process_groups, start
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import patch
@@ -15,6 +19,23 @@ __all__ = ["process_groups", "start"]
 
 PIXELS_PER_LATENT = 8
 """Pixels per side of a latent: the factor of the VAE, the same in all models of the benchmarks."""
+
+
+def start_alone(ranks: int, backend: str = "fake", ring: int = 1) -> None:
+    """Start xDiT on rank 0 of a group whose collectives return at once, on a backend for that.
+
+    Args:
+        ranks: number of ranks.
+        backend: PyTorch's `fake`, or that of an emulated accelerator.
+        ring: ring degree.
+    """
+    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=ranks)
+    new_group = dist.new_group
+    # xDiT and the plugin also ask for gloo, which would wait for other processes.
+    dist.new_group = lambda members=None, *_, **__: new_group(members, backend=backend)
+    failure_detection.start_heartbeat = lambda: None  # there is no other rank to watch
+    start(ring=ring)
 
 
 def init_runtime_state(heads: int, text_tokens: int) -> None:
@@ -67,29 +88,3 @@ def stock_all_to_all() -> Callable[[torch.Tensor], torch.Tensor]:
 
     all_to_all = usp._ft_c_input_all_to_all
     return getattr(all_to_all, "__wrapped__", all_to_all)
-
-
-def flux_transformer(width: int, heads: int, depth: int, text_width: int) -> torch.nn.Module:
-    """Return a FLUX.1 transformer in xDiT's wrapper, with the same random weights on every rank.
-
-    Args:
-        width: width of the image and text streams, a multiple of 2 * `heads`.
-        heads: number of attention heads.
-        depth: number of layers; a third of them are double blocks, as in FLUX.1.
-        text_width: width of the text embeddings.
-    """
-    from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
-
-    head = width // heads
-    rest = head - 2 * (head // 3 // 2 * 2)
-    torch.manual_seed(0)
-    return xFuserFlux1Transformer2DWrapper(
-        in_channels=64,
-        num_layers=max(1, depth // 3),
-        num_single_layers=depth - max(1, depth // 3),
-        attention_head_dim=head,
-        num_attention_heads=heads,
-        joint_attention_dim=text_width,
-        pooled_projection_dim=text_width,
-        axes_dims_rope=(rest, (head - rest) // 2, (head - rest) // 2),
-    ).eval()

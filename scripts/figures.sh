@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the predicted tables of README.md and docs/ from recorded steps, on the CPU, in half an hour on two cores.
-#   scripts/figures.sh FOLDER     a folder for the records; cells that it has are not predicted again
+#   scripts/figures.sh FOLDER     a folder for the records; those that it has are not made again
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: scripts/figures.sh FOLDER" >&2; exit 2; }
 folder=$(realpath -m "$1")
@@ -9,9 +9,9 @@ use_cpu
 mkdir -p "$folder"
 
 predict() {
-    local name="$1"
+    local file="$folder/cluster-$1.json"
     shift
-    python -m benchmarks.cluster --json "$folder/cluster-$name.json" "$@"
+    [ -e "$file" ] || python -m benchmarks.cluster --json "$file" "$@"
 }
 
 on_machines() {
@@ -30,7 +30,7 @@ machines() {
 
 # The paper's models, of which SD3.5 has no flat Ulysses, so that its baseline is best stock; and the paper's peak.
 paper() {
-    local parts=(exact balanced paper exact@v_first=off@head_groups=1 exact/flat@v_first=on paper@v_first=off@head_groups=1)
+    local parts=(exact balanced paper tapa v-first v-major)
     local aurora=(--machine aurora --nodes 1 2 --modes "${parts[@]}") models=(--model flux1 qwen-image flux2)
     predict paper "${aurora[@]}" "${models[@]}" --resolution 768 1536 2304
     predict batch "${aurora[@]}" "${models[@]}" --resolution 1536 --batch 8

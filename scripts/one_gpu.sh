@@ -4,7 +4,7 @@
 # 1: kernels and NCCL. 2: times of kernels and layers, two ranks against stock. 3: FLUX at full width, Nsight Compute,
 # torch.compile. Every figure is a line of FOLDER/facts.jsonl as soon as it is known; docs/maintainers.md explains them. A fact
 # that fails or takes too long does not stop the others; the exit status is then 1. Nothing is downloaded or built.
-# --dry-run: toy sizes on the CPU and the mock device of the tests.
+# --dry-run: toy sizes on the CPU.
 set -euo pipefail
 [[ "${2:-}" == [123] ]] || { echo "usage: scripts/one_gpu.sh FOLDER 1|2|3 [--dry-run]" >&2; exit 2; }
 folder=$(realpath -m "$1") module=benchmarks.one_gpu patience=1 failed=0

@@ -51,13 +51,11 @@ class CollectiveRecorder:
         sent, group = args[0], args[-1]
         if isinstance(group, str):
             group = dist.distributed_c10d._resolve_process_group(group)
-        if name == "all_to_all_single":
-            shares = _shares(sent, group.size(), args[2])
-        elif name == "all_gather_into_tensor":
+        if is_gather := name == "all_gather_into_tensor":
             shares = [sent.nbytes] * group.size()
         else:
-            raise NotImplementedError(f"{func} on an emulated accelerator")
-        received.cocodiff_collective = self._start(group, shares, is_gather=name == "all_gather_into_tensor")
+            shares = _shares(sent, group.size(), args[2])
+        received.cocodiff_collective = self._start(group, shares, is_gather)
         return received
 
     def wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,10 +78,3 @@ def _shares(tensor: torch.Tensor, ranks: int, rows: list[int] | None) -> list[in
         return [tensor.nbytes // ranks] * ranks
     row_bytes = tensor.nbytes // max(1, tensor.shape[0])
     return [row_bytes * count for count in rows]
-
-
-def pending_view(view: torch.Tensor, source: torch.Tensor) -> AsyncCollectiveTensor:
-    """Return a view of a collective's result that is waited for when it is used, unless the result was."""
-    if (collective := getattr(source, "cocodiff_collective", None)) is not None:
-        view.cocodiff_collective = collective
-    return AsyncCollectiveTensor(view)

@@ -18,7 +18,6 @@ from benchmarks.accelerator import fused_operations, host_functions, op_cost
 from benchmarks.accelerator.clock import Clock
 from benchmarks.accelerator.device_type import DEVICE_TYPE, register
 from benchmarks.accelerator.operations import Operations
-from benchmarks.accelerator.streams import Event
 from xfuser_cocodiff.engine.codec import kernels, triton_kernels
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.tools.accelerator.accelerators import Accelerator
@@ -44,14 +43,11 @@ class EmulatedAccelerator(Clock):
         torch.utils._device._device_constructors()
         replaced: list[tuple[Any, str, Callable]] = [
             (torch, "Stream", lambda *_, **__: self.new_stream()),
-            (torch, "Event", Event),
             (torch.accelerator, "current_stream", lambda *_: self.streams[-1]),
-            (torch.accelerator, "synchronize", lambda *_: self.synchronize()),
             *host_functions.replacements(DEVICE_TYPE),
             *fused_operations.replacements(DEVICE_TYPE),
         ]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(Event, "host", self, create=True))
             for owner, name, replacement in replaced:
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(mock.patch.dict(devices._CAPABILITIES, {DEVICE_TYPE: _CAPABILITIES}))

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -28,18 +29,10 @@ def _on_device(device_type: str, original: Callable, fused: Callable) -> Callabl
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scale: float | None = None, **__: Any
 ) -> torch.Tensor:
     """Flash attention; a mask costs nothing here."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
 
 
 def _rms_norm(

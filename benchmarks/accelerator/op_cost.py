@@ -41,17 +41,15 @@ def is_wait(func: Any) -> bool:
 @functools.cache
 def is_composite(func: Any) -> bool:
     """Return whether an operation is run in terms of others."""
-    if func.namespace != "aten" or is_attention(func) or name_of(func) == "item":
+    if func.namespace != "aten" or is_attention(func):
         return False
-    return _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
 
 
 def run_composite(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operation in terms of others, as in eager mode: PyTorch's decompositions for compilers differ, for example
     in a copy for each dropout of inference."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
-        return func._op_dk(_COMPOSITE, *args, **kwargs)
-    return func.decompose(*args, **kwargs)
+    return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def is_attention(func: Any) -> bool:

@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.accelerator import op_cost
 from benchmarks.accelerator.clock import Clock
-from benchmarks.accelerator.collectives import CollectiveRecorder, pending_view
-from benchmarks.accelerator.program import LAUNCHES
+from benchmarks.accelerator.collectives import CollectiveRecorder
 
 HOST_COPY_BYTES_PER_SECOND = 25e9
 """Bytes copied per second between host and device; assumed: 0.8 of PCI Express 4.0 with 16 lanes."""
@@ -56,22 +55,22 @@ class Operations(TorchDispatchMode):
         if op_cost.is_composite(func):
             return self._run_composite(func, args, kwargs)
         if pending:
-            return self._run_pending(func, args, kwargs)
+            args, kwargs = tree_map_only(AsyncCollectiveTensor, self._collectives.wait_tensor, (args, kwargs))
         if func.namespace == "_c10d_functional":
             return self._collectives.run_functional(func, args)
-        answer = self._answer(func, args, kwargs)
-        return self._run_kernel(func, args, kwargs) if answer is NotImplemented else answer
+        copy = self._copied(func, args, kwargs)
+        return self._run_kernel(func, args, kwargs) if copy is NotImplemented else copy
 
     def _run_composite(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation that consists of others."""
-        launches = self._clock.program.totals[LAUNCHES]
+        launches = len(self._clock.program.kernels)
         self._depth += 1
         try:
             with self:
                 result = op_cost.run_composite(func, args, kwargs)
         finally:
             self._depth -= 1
-        if launches == self._clock.program.totals[LAUNCHES] and not self._depth:
+        if launches == len(self._clock.program.kernels) and not self._depth:
             self._clock.spend_call_time()
         return result
 
@@ -85,40 +84,21 @@ class Operations(TorchDispatchMode):
             self._clock.spend_call_time()
         return result
 
-    def _run_pending(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on results of collectives: a view is pending too, anything else waits for them first."""
-        if not func.is_view:
-            return self.run(func, *tree_map_only(AsyncCollectiveTensor, self._collectives.wait_tensor, (args, kwargs)))
-        source = args[0].elem
-        views = self.run(func, *tree_map_only(AsyncCollectiveTensor, lambda tensor: tensor.elem, (args, kwargs)))
-        return tree_map_only(torch.Tensor, lambda view: pending_view(view, source), views)
-
-    def _answer(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation that needs values, or copies between host and device; else
-        NotImplemented."""
-        name = op_cost.name_of(func)
-        if name in ("_local_scalar_dense", "item"):
-            self._copy(args[0].element_size(), is_asynchronous=False)
-            return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
-        if name == "equal":
-            self._clock.launch(self._clock.accelerator.kernel_seconds(args[0].nbytes + args[1].nbytes))
-            self._clock.launch(self._clock.accelerator.shortest_kernel_seconds)  # whether all are
-            self._copy(1, is_asynchronous=False)
-            return False  # nothing is known to be equal
-        is_asynchronous = bool(kwargs.get("non_blocking"))
-        if name == "_to_copy" and not isinstance(args[0], FakeTensor):
-            with self._fake:
-                copy = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=self._device)
-            self._copy(copy.nbytes, is_asynchronous)
-            return copy
-        if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
-            copy = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-            self._copy(copy.nbytes, is_asynchronous)
-            return copy
+    def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a copy between host and device, and NotImplemented for all other operations."""
+        name, is_asynchronous = op_cost.name_of(func), bool(kwargs.get("non_blocking"))
         if name == "copy_" and not (isinstance(args[0], FakeTensor) and isinstance(args[1], FakeTensor)):
             self._copy(args[0].nbytes, is_asynchronous or bool(args[2:] and args[2]))
             return args[0] if isinstance(args[0], FakeTensor) else args[0].zero_()  # as all values that are read
-        return NotImplemented
+        if name == "_to_copy" and not isinstance(args[0], FakeTensor):
+            with self._fake:
+                copy = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=self._device)
+        elif name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            copy = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        else:
+            return NotImplemented
+        self._copy(copy.nbytes, is_asynchronous)
+        return copy
 
     def _copy(self, num_bytes: int, is_asynchronous: bool) -> None:
         """Copy bytes between host and device; unless it is asynchronous, the host waits for the stream."""

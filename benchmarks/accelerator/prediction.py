@@ -49,9 +49,6 @@ def predict(program: Program, links: Links, has_communication: bool = True) -> O
         program: the step.
         links: links of the machine.
         has_communication: whether collectives take time; else computation and host alone remain.
-
-    Raises:
-        ValueError: collectives wait for each other.
     """
     return _Prediction(program, links, has_communication).outcome()
 
@@ -84,8 +81,6 @@ class _Prediction:
         now = 0.0
         while self._moving or any(self._queues.values()):
             begins = {each: self._begin(each) for each in self._ready()}
-            if not begins and not self._moving:
-                raise ValueError("collectives of this step wait for each other")
             next_begin = min(begins.values(), default=float("inf"))
             left = min((self._seconds_left(each) for each in self._moving), default=float("inf"))
             if next_begin <= now + left:

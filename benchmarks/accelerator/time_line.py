@@ -6,14 +6,7 @@ machine.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
-
-
-class Collective(Protocol):
-    """An operation with an end that is not known yet."""
-
-    start: "Instant"
-    """When its stream reaches it."""
+from typing import Any, NamedTuple
 
 
 class Instant(NamedTuple):
@@ -21,7 +14,7 @@ class Instant(NamedTuple):
 
     floor: float = 0.0
     """Earliest possible time, in seconds since the step began."""
-    offsets: Mapping[Collective, float] = {}
+    offsets: Mapping[Any, float] = {}
     """Seconds from the end of each collective to this instant, at least."""
 
     def after(self, seconds: float) -> "Instant":
@@ -37,15 +30,9 @@ class Instant(NamedTuple):
             merged[end] = max(offset, merged.get(end, offset))
         return Instant(max(self.floor, other.floor), merged)
 
-    def after_collective(self, collective: Collective) -> "Instant":
-        """Return the later of this instant and a collective's end.
-
-        Terms that lie before the start of the collective on all paths are dropped.
-        """
-        earlier = collective.start.offsets
-        kept = {end: offset for end, offset in self.offsets.items() if offset > earlier.get(end, -1.0)}
-        floor = self.floor if self.floor > collective.start.floor else 0.0
-        return Instant(floor, {**kept, collective: max(0.0, kept.get(collective, 0.0))})
+    def after_collective(self, collective: Any) -> "Instant":
+        """Return the later of this instant and a collective's end."""
+        return self.latest(Instant(0.0, {collective: 0.0}))
 
     def resolve(self, ends: Mapping[Any, float]) -> float:
         """Return the time, given the ends of all collectives that it depends on."""

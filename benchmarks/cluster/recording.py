@@ -5,29 +5,24 @@ the caller.
 """
 
 import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import bare_runtime, modes
 from benchmarks.accelerator import device_type
 from benchmarks.accelerator.device import EmulatedAccelerator
 from benchmarks.accelerator.program import Program
+from benchmarks.cluster import rules
 from benchmarks.cluster.cell import Cell
-from benchmarks.cluster.rules import RULES, Rule
 from benchmarks.cluster.variants import Variant
 from benchmarks.full_size import transformer as full_size
+from benchmarks.full_size import transformer_wrappers
 from benchmarks.full_size.transformer import FullSizeTransformer
-from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.tools.simulation import assumed_change
 from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.integration import activation
@@ -57,16 +52,10 @@ class Recording:
 
 
 def record_split(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> dict[str, Recording]:
-    """Record variants of the same split in a forked process.
-
-    Raises:
-        RuntimeError: a variant cannot be recorded.
-    """
+    """Record variants of the same split in a forked process."""
+    transformer_wrappers.preload(cell.model)
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
-        try:
-            return executor.submit(_record, cell, split, variants).result()
-        except Exception as error:  # whose cause has the traceback of the process
-            raise RuntimeError(f"{cell.model} on {cell.machine.name}, split {split}: {error!r}") from error
+        return executor.submit(_record, cell, split, variants).result()
 
 
 def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> dict[str, Recording]:
@@ -81,17 +70,7 @@ def start_xdit(split: UlyssesRingSplit) -> torch.device:
     """Start xDiT on rank 0 of a group whose collectives return at once, and return its device."""
     activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
     device = device_type.register()
-    ranks = split.ulysses * split.ring
-    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    dist.init_process_group(device_type.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
-    new_group = dist.new_group
-
-    def of_this_backend(members: Any = None, *_: Any, **__: Any) -> dist.ProcessGroup:
-        return new_group(members, backend=device_type.BACKEND)
-
-    dist.new_group = of_this_backend  # xDiT and the plugin also ask for gloo, which would wait for other processes
-    failure_detection.start_heartbeat = lambda: None  # there is no other rank to watch
-    bare_runtime.start(ring=split.ring)
+    bare_runtime.start_alone(split.ulysses * split.ring, device_type.BACKEND, split.ring)
     return device
 
 
@@ -114,20 +93,22 @@ class Recorder:
     def record(self, variant: Variant) -> Recording:
         """Return the recorded steps of a variant."""
         if variant.rule:
-            return self._record_rule(RULES[variant.rule])
-        session = modes.new_session(variant.mode, self._cell.profile, variant.split, device_type.DEVICE_TYPE)
+            return self._record_rule(variant.rule)
+        session = modes.new_session(variant.options, self._cell.profile, variant.split, device_type.DEVICE_TYPE)
         session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
         bare_runtime.use_session(session)
         try:
-            with independent_heads_and_queries():
+            # Attention by head groups, and of some queries to gathered K and V, has stock's bits with kernels that
+            # compute each head and each block of queries on its own. Tensors without values cannot show it.
+            with mock.patch.object(eager_attention, "equal_outputs", lambda *_: True):
                 return self._record_lossy(session) if session.runtime else self._record_lossless(session)
         finally:
             session.close()
             bare_runtime.use_session(Session())
 
-    def _record_rule(self, rule: Rule) -> Recording:
+    def _record_rule(self, rule: str) -> Recording:
         bare_runtime.use_session(Session())
-        with rule.running(self._device):
+        with rules.running(rule, self._device):
             self._step()  # creates the inputs, and what a rule keeps
             return Recording({"step": self._step()}, {"step": 1.0})
 
@@ -193,14 +174,3 @@ class Recorder:
         if session:
             session.end_step()
         return self._device.end_step()
-
-
-@contextmanager
-def independent_heads_and_queries() -> Iterator[None]:
-    """Return a context in which attention by head groups, and of some queries to gathered K and V, has stock's bits.
-
-    That is so with kernels that compute each head and each block of queries on its own. Tensors without values cannot
-    show it.
-    """
-    with mock.patch.object(eager_attention, "equal_outputs", lambda *_: True):
-        yield

@@ -10,13 +10,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from benchmarks.accelerator.prediction import predict
-from benchmarks.accelerator.program import HOST_SECONDS, KERNEL_SECONDS, LAUNCHES, Program
+from benchmarks.accelerator.program import Program
 from benchmarks.cluster import variants
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import KEYFRAME, Recording, record_split
-from benchmarks.cluster.rules import RULES
-from benchmarks.cluster.variants import BEST_STOCK, STOCK, Variant
-from benchmarks.full_size import transformer_wrappers
+from benchmarks.cluster.rules import BYTES_PER_VALUE, STOCK
+from benchmarks.cluster.variants import BEST_STOCK, Variant
 from benchmarks.full_size.architectures import ARCHITECTURES
 from xfuser_cocodiff.xdit.session.schedule_tuner import choose_by_saving
 
@@ -52,7 +51,7 @@ class RecordedVariant:
     def row(self) -> dict[str, Any]:
         """Return its row of the record, without speedups."""
         alone = self._mean(self._full(lambda each: full_step_seconds(self.cell, each, has_communication=False)))
-        rule, split, axes = self.variant.rule, self.variant.split, [axis.name for axis in self.cell.topology.axes]
+        split, axes = self.variant.split, [axis.name for axis in self.cell.topology.axes]
         return {
             "mode": self.variant.name,
             "variant": self.variant.name,
@@ -61,13 +60,10 @@ class RecordedVariant:
             "step_seconds": [self.step_seconds],
             "compute_seconds": alone,
             "exposed_seconds": self.step_seconds - alone,
-            "kernel_seconds": self._mean(self._full(lambda each: full_step_total(self.cell, each, KERNEL_SECONDS))),
-            "host_seconds": self._mean(self._full(lambda each: full_step_total(self.cell, each, HOST_SECONDS))),
-            "launches": self._mean(self._full(lambda each: full_step_total(self.cell, each, LAUNCHES))),
             "bytes_per_link": {
                 axis: self._mean(self._full(partial(full_step_bytes, self.cell, axis))) for axis in axes
             },
-            "lossless": RULES[rule].is_lossless if rule else KEYFRAME not in self.recording.programs,
+            "lossless": KEYFRAME not in self.recording.programs and self.variant.rule not in BYTES_PER_VALUE,
         }
 
     def _full(self, value_of: Callable[[Program], float]) -> dict[str, float]:
@@ -84,15 +80,13 @@ def full_step_seconds(cell: Cell, program: Program, has_communication: bool = Tr
     return _with_further_blocks(cell, outcome.seconds, outcome.marks.__getitem__)
 
 
-def full_step_total(cell: Cell, program: Program, name: str | int) -> float:
-    """Return what a rank does in a step with all blocks: a sum of the program."""
-    return _with_further_blocks(cell, program.totals[name], lambda mark: program.totals_at[mark][name])
-
-
 def full_step_bytes(cell: Cell, axis: str, program: Program) -> float:
     """Return the bytes that a rank sends along an axis in a step with all blocks."""
-    peers = [peer for peer in program.totals if isinstance(peer, int) and cell.axis_to(peer) == axis]
-    return sum(full_step_total(cell, program, peer) for peer in peers)
+
+    def along_axis(sent: Mapping[int, float]) -> float:
+        return sum(size for rank, size in sent.items() if cell.axis_to(rank) == axis)
+
+    return _with_further_blocks(cell, along_axis(program.sent), lambda mark: along_axis(program.sent_at[mark]))
 
 
 def _with_further_blocks(cell: Cell, recorded: float, at: Callable[[str], float]) -> float:
@@ -104,9 +98,10 @@ def _with_further_blocks(cell: Cell, recorded: float, at: Callable[[str], float]
     return cell.workload.calls * total
 
 
-def describe(cell: Cell, names: Sequence[str]) -> dict[str, Any]:
-    """Return what tells a cell of the record apart from others."""
-    return {
+def predict_cell(cell: Cell, names: Sequence[str]) -> dict[str, Any]:
+    """Return a cell of the record, given the names of its variants."""
+    names = variants.expand(cell, names)
+    described = {
         "machine": cell.machine.name,
         "nodes": cell.nodes,
         "ranks": cell.topology.size,
@@ -116,32 +111,16 @@ def describe(cell: Cell, names: Sequence[str]) -> dict[str, Any]:
         "batch": cell.batch,
         "text_tokens": cell.workload.text_tokens,
         "blocks": cell.blocks,
-        "modes": list(names),
+        "modes": names,
         "slow_axes": list(cell.profile.slow_axes),
+        "problem": cell.problem,
     }
-
-
-def predict_cell(cell: Cell, names: Sequence[str], report: Callable[[str], object]) -> dict[str, Any]:
-    """Return a cell of the record.
-
-    Args:
-        cell: the cell.
-        names: of its variants.
-        report: called with what is being recorded.
-
-    Raises:
-        RuntimeError: a variant cannot be recorded.
-    """
-    described = {**describe(cell, names), "problem": cell.problem}
     if cell.problem:
         return {**described, "rows": []}
     chosen = variants.parse(cell, names)
-    transformer_wrappers.preload(cell.model)
     recordings: dict[str, Recording] = {}
     for split in dict.fromkeys(each.split for each in chosen):
-        together = [each for each in chosen if each.split == split]
-        report(f"{cell}: record {', '.join(each.name for each in together)}")
-        recordings |= record_split(cell, split, together)
+        recordings |= record_split(cell, split, [each for each in chosen if each.split == split])
     rows = [RecordedVariant(cell, each, recordings[each.name]).row() for each in chosen]
     return {**described, "rows": compare(rows, variants.candidates(names, chosen))}
 

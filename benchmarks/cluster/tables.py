@@ -3,7 +3,6 @@
 Nothing is predicted.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 from benchmarks import command_line
 from benchmarks.cluster.rows import seconds
-from benchmarks.cluster.variants import BEST_STOCK, STOCK
+from benchmarks.cluster.rules import STOCK
+from benchmarks.cluster.variants import BEST_STOCK
 from xfuser_cocodiff.tools.reporting import record_file
 from xfuser_cocodiff.tools.reporting.formatting import NOT_MEASURED, format_seconds
 from xfuser_cocodiff.tools.simulation.machines import MACHINES
@@ -21,34 +21,21 @@ Cell = dict[str, Any]
 MODES = ("exact", "balanced", "fast")
 """Columns of the first table, each in its fastest split."""
 PARTS = {
-    "TAPA": "exact@v_first=off@head_groups=1",
-    "V-First": "exact/flat@v_first=on",
-    "V-Major": "paper@v_first=off@head_groups=1",
+    "TAPA": "tapa",
+    "V-First": "v-first",
+    "V-Major": "v-major",
     "all three": "paper",
     "`exact`": "exact",
     "`balanced`": "balanced",
 }
-"""Modes of the paper's table by column; TAPA is the hierarchical all-to-all alone."""
+"""Variants of the paper's table by column."""
 
 
 def read_folder(folder: Path) -> list[Cell]:
-    """Return the cells of all files `cluster-*.json` of a folder that xDiT can run; of the same cell, the newest.
-
-    Raises:
-        ValueError: there is no such file, or one is no record of `benchmarks.cluster`.
-    """
-    try:
-        records = [record_file.read(file) for file in folder.glob("cluster-*.json")]
-        cells = [cell for record in sorted(records, key=lambda each: each["created"]) for cell in record["cells"]]
-        keys = ("machine", "nodes", "model", "batch", "resolution", "modes")
-        newest = {str([cell[key] for key in keys]): _by_mode(cell) for cell in cells if cell["rows"]}
-        return sorted(newest.values(), key=lambda cell: [*MACHINES].index(cell["machine"]))
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}: {error!r}; its cluster-*.json are to be what `benchmarks.cluster` wrote") from None
-
-
-def _by_mode(cell: Cell) -> Cell:
-    return {**cell, "rows": {row["mode"]: row for row in cell["rows"]}}
+    """Return the cells of all files `cluster-*.json` of a folder that xDiT can run, with their rows by mode."""
+    cells = [cell for file in folder.glob("cluster-*.json") for cell in record_file.read(file)["cells"]]
+    found = [{**cell, "rows": {row["mode"]: row for row in cell["rows"]}} for cell in cells if cell["rows"]]
+    return sorted(found, key=lambda cell: [*MACHINES].index(cell["machine"]))
 
 
 def machines_table(cells: Sequence[Cell]) -> list[str]:
@@ -116,11 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables of a folder, and return the exit status."""
     parser = command_line.new_parser("cluster.tables", "Prints tables in Markdown.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of files cluster-*.json")
-    return command_line.run(parser, _show, argv)
-
-
-def _show(options: argparse.Namespace) -> int:
-    cells = read_folder(options.folder)
+    cells = read_folder(parser.parse_args(argv).folder)
     print(*machines_table(cells), "", *paper_table(cells), sep="\n")
     return 0
 

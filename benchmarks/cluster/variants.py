@@ -1,19 +1,29 @@
 """The variants that a cell compares: stock in its splits, the plugin's modes, and rules of other systems."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.cluster.cell import Cell
-from benchmarks.cluster.rules import RULES
-from benchmarks.modes import parse_mode
+from benchmarks.cluster.rules import COMBINED, RULES, SEPARATE, STOCK
 from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES
 from xfuser_cocodiff.tools.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.tools.simulation.step_time import rank_splits
 from xfuser_cocodiff.xdit.settings.ring_placement import OUTER, UlyssesRingSplit
 
-STOCK, BEST_STOCK, DEFAULT = "stock", "best_stock", "default"
+BEST_STOCK, DEFAULT = "best_stock", "default"
+MODE = "cocodiff_mode"
+_ALONE = {"cocodiff_v_first": "off", "cocodiff_head_groups": "1"}
+OPTIONS = {
+    **{mode: {MODE: mode} for mode in MODES},
+    "tapa": {MODE: EXACT, **_ALONE},
+    "v-first": {MODE: EXACT, "cocodiff_a2a": "flat", "cocodiff_v_first": "on"},
+    "v-major": {MODE: "paper", **_ALONE},
+}
+"""Options of the plugin by variant: its modes, and the paper's parts, of which TAPA is the hierarchical all-to-all."""
 BEST_MODES = {f"best_{mode}": mode for mode in MODES}
 """Modes of the plugin by the name that stands for the mode in its fastest split."""
+NAMES = (DEFAULT, BEST_STOCK, *BEST_MODES, *RULES, *OPTIONS)
+"""All names of variants."""
 DEFAULT_MODES = (BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "best_fast")
 """What DEFAULT stands for; without the lossy modes where no axis is slow for the device, since they equal `exact`."""
 _LARGEST_SLOWDOWN = 1.3
@@ -30,13 +40,8 @@ class Variant:
     split: UlyssesRingSplit
     rule: str = ""
     """Name of the rule that replaces stock's collectives; empty for the plugin."""
-    mode: str = ""
-    """The plugin's mode in the notation of :mod:`benchmarks.modes`; empty for rules."""
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether it is stock xDiT in some split."""
-        return self.rule.startswith(STOCK)
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The plugin's options; none for rules."""
 
 
 def candidates(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str, list[str]]:
@@ -44,21 +49,17 @@ def candidates(names: Sequence[str], variants: Sequence[Variant]) -> Mapping[str
     found = {}
     for name in names:
         if name == BEST_STOCK:
-            found[name] = [each.name for each in variants if each.is_stock]
+            found[name] = [each.name for each in variants if each.rule.startswith(STOCK)]
         elif name in BEST_MODES:
-            found[name] = [each.name for each in variants if each.mode == BEST_MODES[name]]
+            found[name] = [each.name for each in variants if each.options == OPTIONS[BEST_MODES[name]]]
     return found
 
 
 def expand(cell: Cell, names: Sequence[str]) -> list[str]:
-    """Return names of variants, with DEFAULT replaced by those that it stands for in a cell."""
-    return list(dict.fromkeys(each for name in names for each in (_applicable(cell) if name == DEFAULT else [name])))
-
-
-def _applicable(cell: Cell) -> list[str]:
-    """Return the default variants that differ from others in this cell."""
+    """Return names of variants, with DEFAULT replaced by those that differ from others in a cell."""
     lossless = (BEST_STOCK, EXACT, f"best_{EXACT}")
-    return [name for name in DEFAULT_MODES if name in lossless or cell.profile.slow_axes]
+    default = [name for name in DEFAULT_MODES if name in lossless or cell.profile.slow_axes]
+    return list(dict.fromkeys(each for name in names for each in (default if name == DEFAULT else [name])))
 
 
 def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
@@ -66,31 +67,23 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
 
     Args:
         cell: the cell.
-        names: `best_stock` for all splits of stock, names of rules, or modes of the plugin such as 'balanced' or
-            'exact/flat@v_first=on'. Rules and modes run in flat Ulysses where the heads allow it, else in the fastest
-            split by the simulator. `best_exact` and so on stand for all other splits that may be the fastest of a mode,
-            also those with zero-padded heads.
-
-    Raises:
-        ValueError: an unknown rule or mode, or a rule whose ring this cell does not have.
+        names: of NAMES. `best_stock` stands for all splits of stock. Rules and modes run in flat Ulysses where the
+            heads allow it, else in the fastest split by the simulator. `best_exact` and so on stand for all other
+            splits that may be the fastest of a mode, also those with zero-padded heads.
     """
-    ranks, heads = cell.topology.size, cell.workload.heads
-    flat, has_flat = UlyssesRingSplit(ranks, 1), heads % ranks == 0
+    flat = UlyssesRingSplit(cell.topology.size, 1)
+    has_flat = cell.workload.heads % flat.ulysses == 0
     variants = [Variant(STOCK, flat, STOCK)] if has_flat else []
     for name in dict.fromkeys(names):
         if name == BEST_STOCK:
             variants += [each for each in _stock_splits(cell) if each.name not in {known.name for known in variants}]
         elif name in BEST_MODES:
             variants += _other_splits(cell, BEST_MODES[name], flat if has_flat else _fastest(cell, BEST_MODES[name]))
-        elif name in RULES and name != STOCK:
-            variants.append(_of_rule(cell, name, flat if has_flat else _fastest(cell, STOCK)))
+        elif name in OPTIONS:
+            split = flat if has_flat else _fastest(cell, OPTIONS[name][MODE])
+            variants.append(Variant(name, split, options=OPTIONS[name]))
         elif name != STOCK:
-            mode = name.partition("@")[0].partition("/")[0]
-            if mode not in MODES:
-                valid = ", ".join((DEFAULT, BEST_STOCK, *BEST_MODES, *RULES, *MODES))
-                raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
-            parse_mode(name, cell.topology, flat)
-            variants.append(Variant(name, flat if has_flat else _fastest(cell, mode), mode=name))
+            variants.append(Variant(name, flat if has_flat else _fastest(cell, STOCK), name))
     return variants
 
 
@@ -100,7 +93,7 @@ def _stock_splits(cell: Cell) -> list[Variant]:
     Without a Ulysses group there are no such messages.
     """
     ranks, variants = cell.topology.size, []
-    other = "stock-separate" if cell.workload.combines_qkv else "stock-combined"
+    other = SEPARATE if cell.workload.combines_qkv else COMBINED
     for degree in ulysses_degrees(cell.workload.heads, ranks):
         split = UlyssesRingSplit(degree, ranks // degree)
         name = f"{degree}x{ranks // degree}"
@@ -108,15 +101,6 @@ def _stock_splits(cell: Cell) -> list[Variant]:
         if degree > 1:
             variants.append(Variant(f"{other} {name}", split, other))
     return variants
-
-
-def _of_rule(cell: Cell, name: str, split: UlyssesRingSplit) -> Variant:
-    within = cell.machine.ranks_per_node
-    if RULES[name].needs_ring and cell.nodes == 1:
-        raise ValueError(f"--modes {name!r} needs several nodes, for a ring across them")
-    if RULES[name].needs_ring and cell.workload.heads % within == 0:
-        split = UlyssesRingSplit(within, cell.nodes)
-    return Variant(name, split, name)
 
 
 def _fastest(cell: Cell, mode: str) -> UlyssesRingSplit:
@@ -129,4 +113,6 @@ def _other_splits(cell: Cell, mode: str, usual: UlyssesRingSplit) -> list[Varian
     """Return a mode in the splits that may be faster than the usual one, by the simulator."""
     ranked = [each for each in rank_splits(cell.scenario, mode) if each.split.placement == OUTER]
     near = [each.split for each in ranked if each.cost <= _LARGEST_SLOWDOWN * ranked[0].cost]
-    return [Variant(f"{mode} {each.ulysses}x{each.ring}", each, mode=mode) for each in near if each != usual]
+    return [
+        Variant(f"{mode} {each.ulysses}x{each.ring}", each, options=OPTIONS[mode]) for each in near if each != usual
+    ]

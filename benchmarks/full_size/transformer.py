@@ -1,6 +1,5 @@
 """Builds full-size transformers in xDiT's wrappers, with a few blocks of each kind and without values."""
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,13 +42,26 @@ class FullSizeTransformer:
         Raises:
             ValueError: xDiT cannot shard this size.
         """
-        if (resolution, batch) not in self._inputs:
-            request = Request(self.workload, resolution, batch, self.device, DTYPE)
-            self._inputs[resolution, batch] = INPUTS[self.workload.name](request, self.model.config)
-        inputs = self._inputs[resolution, batch]
+        inputs = self.inputs(resolution, batch)
         with torch.no_grad(), FullMask() if "encoder_attention_mask" in inputs else nullcontext():
             output = self.model(**inputs, return_dict=False)[0]
         return output[0] if isinstance(output, tuple) else output
+
+    def inputs(self, resolution: int, batch: int = 1) -> Inputs:
+        """Return the arguments of the model's forward for a size, the same tensors in each call."""
+        if (resolution, batch) not in self._inputs:
+            request = Request(self.workload, resolution, batch, self.device, DTYPE)
+            self._inputs[resolution, batch] = INPUTS[self.workload.name](request, self.model.config)
+        return self._inputs[resolution, batch]
+
+    def initialize(self, resolution: int) -> None:
+        """Give random values to weights and inputs, the same on every rank."""
+        torch.manual_seed(0)
+        for module in self.model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for each in self.inputs(resolution).values():
+            each.normal_()
 
 
 def build(workload: Workload, blocks: int, device: torch.device) -> FullSizeTransformer:
@@ -95,28 +107,15 @@ def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 
 class FullMask(TorchFunctionMode):
-    """Context in which every one-dimensional Boolean mask that indexes a tensor selects all elements.
+    """Context in which every Boolean mask among the indices of a tensor selects all: its values are not known."""
 
-    The number of selected elements is a value, which tensors lack. As on an accelerator, the host waits for the device,
-    where the mask is computed.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Replace the masks of an index by all positions."""
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
-            args = (args[0], tuple(_positions(index) for index in args[1]))
+            args = args[0], tuple(_positions(each) for each in args[1])
         return func(*args, **(kwargs or {}))
 
 
 def _positions(index: Any) -> Any:
-    if not isinstance(index, torch.Tensor) or index.dtype != torch.bool:
-        return index
-    if index.device.type != "cpu":
-        torch.accelerator.current_stream(index.device).synchronize()
-    return torch.arange(len(index), device=index.device)
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+    return torch.arange(len(index), device=index.device) if is_mask else index

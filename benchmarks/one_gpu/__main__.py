@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.one_gpu.setting import NotAvailableError, Row, Setting
+from benchmarks.one_gpu.setting import Row, Setting
 from xfuser_cocodiff import install
 
 install()  # before the facts import xfuser
@@ -41,18 +41,11 @@ def measure(name: str, setting: Setting) -> None:
     """Measure a fact on this rank; rank 0 writes each row as soon as it is known: the machine may end at any time."""
     started = time.monotonic()
     with (setting.folder / "facts.jsonl").open("a") as lines:
-        for row in _rows(name, setting):
+        for row in FACTS[name](setting):
             if os.environ["RANK"] == "0":
                 lines.write(json.dumps({"fact": name, "at": round(time.monotonic() - started, 2), **row}) + "\n")
                 lines.flush()
                 os.fsync(lines.fileno())
-
-
-def _rows(name: str, setting: Setting) -> Iterator[Row]:
-    try:
-        yield from FACTS[name](setting)
-    except NotAvailableError as error:
-        yield {"not_available": str(error)}
 
 
 def measure_and_exit(name: str, setting: Setting) -> None:

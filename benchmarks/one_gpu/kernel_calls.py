@@ -1,7 +1,6 @@
 """Calls of the codecs' kernels, a copy of as many bytes, and the all-to-alls of a layer without communication."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -23,32 +22,22 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.simulation.workloads import Workload
 
+Call = Callable[[], object]
 NODES = 2
 """Size of the slow axis."""
 BITS = 2
 """Bits per value."""
-MODES = ("exact", "balanced", "fast")
-"""Modes whose all-to-alls are timed."""
 STEPS = 50
 """Number of steps of the run whose later layers are timed."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A call to time."""
-
-    name: str
-    """Name of the kernel."""
-    call: Callable[[], object]
-    """The call."""
-    nbytes: int
-    """Minimum memory traffic: each tensor read or written once."""
-
-
 def kernel_calls(
     workload: Workload, resolution: int, degree: int, device: torch.device, bits: float = BITS
-) -> list[Timed]:
-    """Return the kernel calls for the part of one of Q, K, V and O that a rank sends along the slow axis."""
+) -> tuple[int, dict[str, Call]]:
+    """Return the kernel calls by name, for the part of one of Q, K, V and O that a rank sends along the slow axis.
+
+    Before them, return their minimum memory traffic in bytes: each tensor read or written once.
+    """
     torch.manual_seed(0)
     groups, heads = degree // NODES, workload.heads // degree
     tokens, dim = tokens_per_rank(workload, resolution, degree), workload.head_dim
@@ -68,10 +57,7 @@ def kernel_calls(
     # Values, both references and the new one.
     of_values, of_reference = values[:-1].nbytes, sum(tensor.nbytes for tensor in previous)
     moved = of_values + 3 * of_reference + (NODES - 1) * payload.shape[1]
-    return [
-        Timed("encode", lambda: kernels.encode([part], energies), moved),
-        Timed("decode", lambda: kernels.decode([target]), moved),
-    ]
+    return moved, {"encode": lambda: kernels.encode([part], energies), "decode": lambda: kernels.decode([target])}
 
 
 def tokens_per_rank(workload: Workload, resolution: int, degree: int) -> int:
@@ -79,11 +65,11 @@ def tokens_per_rank(workload: Workload, resolution: int, degree: int) -> int:
     return -(-workload.tokens(resolution) // degree)
 
 
-def copy_of(nbytes: int, device: torch.device) -> Timed:
+def copy_of(nbytes: int, device: torch.device) -> Call:
     """Return a copy that reads and writes `nbytes` together."""
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return Timed("copy", lambda: target.copy_(source), nbytes)
+    return lambda: target.copy_(source)
 
 
 class _NoCommunication(Stages):
@@ -111,17 +97,10 @@ def _local_mesh(comm_stream: CommStream, **axes: int) -> Mesh:
     )
 
 
-def layer_calls(workload: Workload, tokens: int, degree: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return calls of a layer's all-to-alls by mode, without communication, for so many tokens on a rank."""
-    return {mode: _layer_all_to_alls(workload, tokens, degree, device, mode) for mode in MODES}
+def layer_call(workload: Workload, tokens: int, degree: int, device: torch.device, mode: str) -> Call:
+    """Return a call of a layer's all-to-alls for so many tokens on a rank, as in the later steps of a run in a mode.
 
-
-def _layer_all_to_alls(
-    workload: Workload, tokens: int, degree: int, device: torch.device, mode: str
-) -> Callable[[], object]:
-    """Return a call of a layer's communication, as in the later steps of a long run in a mode.
-
-    Coded layers gather K and V between the nodes, as a run on two nodes does.
+    Nothing is communicated. Coded layers gather K and V between the nodes, as a run on two nodes does.
     """
     comm_stream, near = CommStream.on(device), {"gpu": degree // NODES} if degree > NODES else {}
     mesh, fast = _local_mesh(comm_stream, node=NODES, **near), _local_mesh(comm_stream, **near) if near else None

@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,12 +13,10 @@ from statistics import median
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import bare_runtime
 from benchmarks.one_gpu import kernel_calls as bench
-from benchmarks.one_gpu.setting import NotAvailableError, Row, Setting
+from benchmarks.one_gpu.setting import Row, Setting
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression import codec_check
 from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
@@ -27,7 +24,7 @@ from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 CASES = (("flux.1-dev", 1024, 8), ("qwen-image", 2304, 8))
 """Models, image sizes and degrees: about 7 and 33 MB of memory traffic for each kernel."""
 TOY_CASES = (("flux.1-dev", 64, 24),)
-BITS, KERNELS = (2, 1.6), ("encode", "decode")
+BITS = (2, 1.6)
 REPEATS, LAYER_CALLS = 5, 20
 _CACHES, _MAX_BUFFERS = 4, 64
 """Size of all buffers of a graph over that of the L2 cache, and most of them."""
@@ -78,13 +75,7 @@ def profile(setting: Setting) -> Iterator[Row]:
 
 
 def _run(tool: Sequence[str], tokens: int, heads: int) -> str:
-    """Encode and decode three tensors under a tool of the CUDA toolkit, and return its output.
-
-    Raises:
-        NotAvailableError: it is not installed.
-    """
-    if shutil.which(tool[0]) is None:
-        raise NotAvailableError(f"{tool[0]} is not on PATH; it is part of the CUDA toolkit")
+    """Encode and decode three tensors under a tool of the CUDA toolkit, and return its output."""
     command = [*tool, sys.executable, "-m", f"{__package__}.three_tensors", str(tokens), str(heads)]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
@@ -93,21 +84,19 @@ def kernel_times(setting: Setting) -> Iterator[Row]:
     """Yield the times of encode and decode: on the device with cold caches, and on the host."""
     for name, resolution, degree in setting.pick(CASES, TOY_CASES):
         for bits in BITS:
-            timed = bench.kernel_calls(WORKLOADS[name], resolution, degree, setting.device, bits)
-            nbytes = {work.name: work.nbytes for work in timed}
+            sizes = WORKLOADS[name], resolution, degree, setting.device, bits
+            nbytes, first = bench.kernel_calls(*sizes)
             cold = _CACHES * torch.cuda.get_device_properties(0).L2_cache_size
-            buffers = min(_MAX_BUFFERS, math.ceil(cold / nbytes["encode"]))
-            for _ in range(1, buffers):
-                timed += bench.kernel_calls(WORKLOADS[name], resolution, degree, setting.device, bits)
-            copies = [bench.copy_of(nbytes["encode"], setting.device).call for _ in range(buffers)]
-            copy_rate = nbytes["encode"] / _device_seconds(copies)
-            for kernel in KERNELS:
-                calls = [work.call for work in timed if work.name == kernel]
+            buffers = min(_MAX_BUFFERS, math.ceil(cold / nbytes))
+            timed = [first, *(bench.kernel_calls(*sizes)[1] for _ in range(1, buffers))]
+            copy_seconds = _device_seconds([bench.copy_of(nbytes, setting.device) for _ in range(buffers)])
+            for kernel in first:
+                calls = [each[kernel] for each in timed]
                 seconds = _device_seconds(calls)
                 yield {
                     **{"model": name, "resolution": resolution, "bits": bits, "kernel": kernel},
-                    **{"bytes": nbytes[kernel], "buffers": buffers, "device_seconds": seconds},
-                    **{"ratio_to_copy": nbytes[kernel] / seconds / copy_rate, **call_seconds(calls)},
+                    **{"bytes": nbytes, "buffers": buffers, "device_seconds": seconds},
+                    **{"ratio_to_copy": copy_seconds / seconds, **call_seconds(calls)},
                 }
 
 
@@ -154,8 +143,9 @@ def layers(setting: Setting) -> Iterator[Row]:
     waits in them for the device. Trace one layer of `balanced`."""
     name, resolution, degree = setting.pick(CASES, TOY_CASES)[0]
     workload = WORKLOADS[name]
-    works = bench.layer_calls(workload, bench.tokens_per_rank(workload, resolution, degree), degree, setting.device)
-    _start_alone(degree)
+    sizes = workload, bench.tokens_per_rank(workload, resolution, degree), degree, setting.device
+    works = {mode: bench.layer_call(*sizes, mode) for mode in ("exact", "balanced", "fast")}
+    bare_runtime.start_alone(degree)
     stock = bare_runtime.stock_all_to_all()
     shape = 1, workload.heads, workload.tokens(resolution) // degree, workload.head_dim
     tensors = [torch.randn(shape, device=setting.device).bfloat16() for _ in "qkvo"]
@@ -171,14 +161,6 @@ def layers(setting: Setting) -> Iterator[Row]:
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(file))
     yield {"trace": file.name}
-
-
-def _start_alone(ranks: int) -> None:
-    """Start xDiT on one of some ranks, whose collectives return at once."""
-    os.environ["WORLD_SIZE"], new_group = str(ranks), dist.new_group
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with mock.patch.object(dist, "new_group", lambda members=None, *_, **__: new_group(members, backend="fake")):
-        bare_runtime.start()
 
 
 def _host_waits(call: Callable[[], object]) -> list[str]:

@@ -4,16 +4,16 @@ import functools
 import logging.handlers
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import bare_runtime, transformer
-from benchmarks import modes as bench_modes
+from benchmarks import bare_runtime, modes
+from benchmarks.full_size import transformer
 from benchmarks.one_gpu.kernel_facts import call_seconds
 from benchmarks.one_gpu.setting import Row, Setting
-from benchmarks.transformer import Shape, Step
 from xfuser_cocodiff.engine.comm import groups
 from xfuser_cocodiff.engine.comm.deadline import Deadline
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -21,16 +21,23 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.probing import link_survey
+from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
-FULL_WIDTH = {"width": 24 * 128, "tokens": 64 * 64, "heads": 24}
-"""FLUX.1-dev at 1024 pixels."""
-TOY = {"width": 64, "tokens": 16, "heads": 4}
-STOCK = "stock"
-FLAT, V_FIRST = "exact/flat@v_first=off", "exact/hierarchical@v_first=on"
-CODED = "balanced@slow_axes=node"
+Step = Callable[[float], torch.Tensor]
+"""A denoising step: takes the position in the run, 0 to 1, and returns the transformer's output."""
+FLUX = WORKLOADS["flux.1-dev"]
+TOY = replace(FLUX, heads=2, text_tokens=16)
+RESOLUTION, TOY_RESOLUTION = 1024, 64
+STOCK, FLAT, V_FIRST, CODED = "stock", "flat", "v-first", "balanced"
+OPTIONS = {
+    FLAT: {"cocodiff_mode": "exact", "cocodiff_a2a": "flat", "cocodiff_v_first": "off"},
+    V_FIRST: {"cocodiff_mode": "exact", "cocodiff_a2a": "hierarchical", "cocodiff_v_first": "on"},
+    CODED: {"cocodiff_mode": "balanced", "cocodiff_slow_axes": "node"},
+}
+"""Options of the plugin that are compared with stock."""
 MAX_ERROR = 0.3
 """Largest relative error of a lossy step, far above what the mode has."""
 MAX_TUNED_STEPS = 40
@@ -92,20 +99,20 @@ def _beside_computation(mesh: Mesh, name: str, collective: Callable[[], torch.Te
 
 def two_ranks(setting: Setting) -> Iterator[Row]:
     """Compare two blocks of a FLUX transformer with stock's: two lossless modes, then four steps of `balanced`."""
-    step, sessions = _sessions(setting, 2, (FLAT, V_FIRST, CODED))
+    step, sessions = _sessions(setting, 1, (FLAT, V_FIRST, CODED))
     yield from _compared(step, sessions, total=50, steps=4)
 
 
 def flux(setting: Setting) -> Iterator[Row]:
-    """Compare a run of 2 double and 4 single blocks with stock's: equality, change per step, error by layer."""
-    step, sessions = _sessions(setting, 6, (V_FIRST, CODED))
+    """Compare a run of 3 double and 3 single blocks with stock's: equality, change per step, error by layer."""
+    step, sessions = _sessions(setting, 3, (V_FIRST, CODED))
     yield from _compared(step, sessions, total=8, steps=8)
 
 
 def compiled(setting: Setting) -> Iterator[Row]:
     """Compare a compiled transformer with the plugin to one with stock: equality, graph breaks, times."""
     options = setting.pick({}, {"backend": "eager"})
-    step, sessions = _sessions(setting, 3, (V_FIRST,), lambda model: torch.compile(model, **options))
+    step, sessions = _sessions(setting, 2, (V_FIRST,), lambda model: torch.compile(model, **options))
     expected = None
     for name, session in sessions.items():
         torch._dynamo.utils.counters.clear()
@@ -123,16 +130,37 @@ def compiled(setting: Setting) -> Iterator[Row]:
 
 
 def _sessions(
-    setting: Setting, depth: int, modes: tuple[str, ...], compile_with: Callable | None = None
+    setting: Setting, blocks: int, names: tuple[str, ...], compile_with: Callable | None = None
 ) -> tuple[Step, dict[str, Session]]:
-    """Return a step of a FLUX transformer, and the sessions of stock and of some modes."""
+    """Return a step of a FLUX transformer with some blocks of each kind, and the sessions of stock and of OPTIONS."""
     group, device = bare_runtime.start(), compute_device()
     topology, split = Topology.named(node=group.size()), UlyssesRingSplit(group.size(), 1)
-    shape = Shape(depth=depth, **setting.pick(FULL_WIDTH, TOY))
-    step = transformer.step(shape, compile_with, device, torch.bfloat16)
+    step = _step(setting, blocks, device, compile_with)
     profile = link_survey.measure_profile(Mesh.over(group, topology, device=device), device)
-    sessions = {mode: bench_modes.new_session(mode, profile, split, device.type) for mode in modes}
+    sessions = {name: modes.new_session(OPTIONS[name], profile, split, device.type) for name in names}
     return step, {STOCK: Session(), **sessions}
+
+
+def _step(setting: Setting, blocks: int, device: torch.device, compile_with: Callable | None) -> Step:
+    """Return a denoising step, whose latents move on a straight line from noise to a target, as in flow matching."""
+    full, resolution = (
+        transformer.build(setting.pick(FLUX, TOY), blocks, device),
+        setting.pick(RESOLUTION, TOY_RESOLUTION),
+    )
+    full.initialize(resolution)
+    if compile_with:
+        full.model = compile_with(full.model)
+    inputs = full.inputs(resolution)
+    noise = inputs["hidden_states"]
+    target = torch.randn_like(noise)
+
+    @torch.inference_mode()
+    def call(position: float) -> torch.Tensor:
+        inputs["hidden_states"] = torch.lerp(noise, target, position)
+        inputs["timestep"].fill_(1 - position)
+        return full.call(resolution)
+
+    return call
 
 
 def _compared(step: Step, sessions: dict[str, Session], total: int, steps: int) -> Iterator[Row]:

@@ -10,10 +10,6 @@ Row = dict[str, Any]
 """JSON values."""
 
 
-class NotAvailableError(RuntimeError):
-    """What a fact needs is missing on this machine."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """Where facts are measured."""

@@ -1,16 +1,13 @@
 """Tests of the emulated device: what collectives record, and when the host waits for it. Times are computed by hand."""
 
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from benchmarks.accelerator.streams import Event
 from tests import ranks
 from tests.benchmarks.accelerator.emulated import CALL, ROUND, SHORTEST, accelerator
 
@@ -90,8 +87,6 @@ def waits(rank: int) -> dict[str, tuple[float, float]]:
             "work": lambda given: dist.all_to_all_single(torch.empty_like(given), given, async_op=True).wait(),
             "synchronous": lambda given: dist.all_to_all_single(torch.empty_like(given), given),
             "functional": lambda given: functional.all_to_all_single(given, None, None, dist.group.WORLD) * 2.0,
-            "view": lambda given: functional.all_to_all_single(given, None, None, dist.group.WORLD).view(-1, 2),
-            "used view": lambda given: functional.all_to_all_single(given, None, None, dist.group.WORLD).view(-1) * 2.0,
         }
         ends = {}
         for name, case in cases.items():
@@ -109,8 +104,8 @@ def test_a_stream_waits_for_a_collective_when_its_result_is_needed_and_the_step_
     [ends] = ranks.run(waits, 1)
     for name, (stream, host, step) in ends.items():
         assert host < HOST, name  # only the device waits
-        assert step == pytest.approx(1000 + (SHORTEST if name in ("functional", "used view") else 0)), name
-        assert (stream >= 1000) == (name not in ("never waited for", "view")), name
+        assert step == pytest.approx(1000 + (SHORTEST if name == "functional" else 0)), name
+        assert (stream >= 1000) == (name != "never waited for"), name
 
 
 def blocking(rank: int) -> dict[str, float]:
@@ -121,13 +116,10 @@ def blocking(rank: int) -> dict[str, float]:
 
         def wait_beside(result: torch.Tensor) -> None:
             with side:
-                result[0].item()
+                result[:3].cpu()
 
         cases: dict[str, Callable[[torch.Tensor], Any]] = {
             "nothing": lambda result: result[:3] + 1,
-            "item": lambda result: result[0].item(),
-            "bool": lambda result: bool(result[0]),
-            "equal": lambda result: torch.equal(result, result),
             "cpu": lambda result: result[:3].cpu(),
             "copy to host": lambda result: pinned.copy_(result[:3]),
             "async copy to host": lambda result: pinned.copy_(result[:3], non_blocking=True),
@@ -136,7 +128,6 @@ def blocking(rank: int) -> dict[str, float]:
             "copy into a tensor": lambda result: result[:3].copy_(on_host),
             "new tensor": lambda result: torch.tensor([1.0], device=emulator.device),
             "another stream": wait_beside,
-            "synchronize": lambda result: torch.accelerator.synchronize(),
             "event": lambda result: emulator.streams[-1].record_event().synchronize(),
         }
         ends = {}
@@ -152,7 +143,7 @@ def test_calls_that_need_values_make_the_host_wait() -> None:
     free = ("nothing", "async copy to host", "async copy from host", "another stream")
     for name, end in ends.items():
         assert (end > DEVICE) == (name not in free), name
-        assert end < DEVICE * 3.1 if name == "equal" else end < DEVICE + HOST, name
+        assert end < DEVICE + HOST, name
 
 
 def next_step(rank: int) -> tuple[float, int]:
@@ -164,38 +155,10 @@ def next_step(rank: int) -> tuple[float, int]:
         event = emulator.streams[-1].record_event()
         emulator.begin_step()
         work.wait()
-        event.wait()
+        emulator.streams[-1].wait_event(event)
         end = emulator.end_step().end
         return end.floor, len(end.offsets)
 
 
 def test_work_of_an_earlier_step_has_ended() -> None:
     assert ranks.run(next_step, 1) == [(pytest.approx(CALL), 0)]
-
-
-def replaced_objects() -> list[object]:
-    """Return functions and classes of PyTorch that an emulated accelerator replaces, and what PyTorch keeps of them."""
-    with torch.device("meta"):
-        default = torch.tensor(1.0).device
-    owners = (torch, "tensor Stream Event"), (torch.Tensor, "data_ptr record_stream new_tensor")
-    accelerated = (torch.accelerator, "current_stream synchronize"), (torch.nn.functional, "rms_norm")
-    found = [getattr(owner, name) for owner, names in (*owners, *accelerated) for name in names.split()]
-    return [default, hasattr(Event, "host"), *found, torch.nn.functional.scaled_dot_product_attention]
-
-
-def leave(rank: int) -> tuple[bool, bool]:
-    """Return whether nothing of an accelerator stays after its context, and after an error on the way into it."""
-    from benchmarks.accelerator import device
-
-    before = replaced_objects()
-    torch.utils._device._device_constructors.cache_clear()  # as in a process that has not set a device yet
-    with accelerator() as emulator, torch.device("meta"):
-        torch.empty(1)
-    after = replaced_objects()
-    with mock.patch.object(type(emulator._operations), "__enter__", side_effect=OSError), contextlib.suppress(OSError):
-        device.EmulatedAccelerator(ROUND).__enter__()
-    return after == before, replaced_objects() == before
-
-
-def test_an_accelerator_leaves_pytorch_as_it_was() -> None:
-    assert ranks.run(leave, 1) == [(True, True)]

@@ -5,29 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.accelerator.program import HOST_SECONDS
 from tests import ranks
 from tests.benchmarks.accelerator.emulated import CALL, LAUNCH, ROUND, SHORTEST, accelerator
 
-Seconds = tuple[list[float], float]
-"""Durations of the kernels, and host time."""
 BYTES, FLOPS, ATTENTION = ROUND.bytes_per_second, ROUND.matmul_flops, ROUND.attention_flops
-
-
-def measure(operation: Callable[[], Any], emulator: Any) -> list[Seconds]:
-    """Return the seconds of an operation the first time, and again when its effect is known."""
-    seconds = []
-    for _ in range(2):
-        emulator.begin_step()
-        launched, original = [], emulator.launch
-        emulator.launch = lambda each, original=original, launched=launched: (launched.append(each), original(each))
-        operation()
-        emulator.launch = original
-        seconds.append((launched, emulator.program.totals[HOST_SECONDS]))
-    return seconds
 
 
 def operations(device: torch.device) -> dict[str, tuple[Callable[[], Any], list[float]]]:
@@ -92,57 +75,26 @@ def _roof(flop_seconds: list[float], moved: float) -> float:
     return max(*flop_seconds, moved / BYTES)
 
 
-def costs(rank: int) -> dict[str, tuple[list[Seconds], list[float]]]:
+def costs(rank: int) -> dict[str, tuple[list[float], float, list[float]]]:
+    """Return the durations of the kernels, the host time, and the durations that are expected."""
+    found = {}
     with accelerator() as emulator:
-        return {
-            name: (measure(operation, emulator), expected)
-            for name, (operation, expected) in operations(emulator.device).items()
-        }
+        for name, (operation, expected) in operations(emulator.device).items():
+            emulator.begin_step()
+            operation()
+            found[name] = emulator.program.kernels, emulator.host_time.floor, expected
+    return found
 
 
 def test_operations_cost_their_flops_and_bytes() -> None:
     [measured] = ranks.run(costs, 1)
-    for name, (seconds, expected) in measured.items():
-        for kernels, host in seconds:
-            assert kernels == pytest.approx(expected, rel=2e-4), name  # attention also returns its logsumexp
-            calls = host - len(expected) * LAUNCH
-            assert calls == pytest.approx(round(calls / CALL) * CALL, abs=1e-9), name
-            assert (calls > 0.5 * CALL) == (name in (*_WITHOUT_KERNELS, *_WITH_VIEWS)), name
+    for name, (kernels, host, expected) in measured.items():
+        assert kernels == pytest.approx(expected, rel=2e-4), name  # attention also returns its logsumexp
+        calls = host - len(expected) * LAUNCH
+        assert calls == pytest.approx(round(calls / CALL) * CALL, abs=1e-9), name
+        assert (calls > 0.5 * CALL) == (name in (*_WITHOUT_KERNELS, *_WITH_VIEWS)), name
 
 
 _WITHOUT_KERNELS = ("view", "reshape", "empty", "chunk", "dropout of inference")
 _WITH_VIEWS = ("matmul", "bmm", "expanded", "copying reshape", "part", "copy", "short")
 """Operations with views before them."""
-
-
-def aliases(rank: int) -> list[bool]:
-    """Return whether results share memory, shapes and strides with inputs as on a CPU."""
-
-    def run(values: Tensor) -> list[Tensor]:
-        in_place = values.add_(1)
-        parts = values.chunk(3, -1)
-        return [
-            in_place,
-            *parts,
-            parts[1].transpose(0, 1),
-            parts[1].reshape(-1),
-            values.reshape(-1),
-            values.to(values.dtype),
-        ]
-
-    with accelerator() as emulator:
-        real = torch.zeros(4, 6)
-        expected = [_layout(each, real) for each in run(real)]
-        values = torch.zeros(4, 6, device=emulator.device)
-        return [[_layout(each, values) for each in run(values)] == expected for _ in range(3)]
-
-
-def _layout(tensor: Tensor, base: Tensor) -> tuple:
-    is_same = tensor.untyped_storage()._cdata == base.untyped_storage()._cdata
-    offset = (tensor.data_ptr() - base.data_ptr()) if is_same else None
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, is_same, tensor is base, offset
-
-
-def test_known_effects_return_the_same_views_and_layouts_as_a_cpu() -> None:
-    [same] = ranks.run(aliases, 1)
-    assert same == [True, True, True]

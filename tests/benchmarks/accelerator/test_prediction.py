@@ -53,7 +53,6 @@ def collective(ranks: tuple[int, ...], start: float, *sent: int) -> RecordedColl
         ([collective(PAIRS, 0, 300), collective(NODES, 0, 20)], 3),
         ([collective(NODES, 0, 20), collective(NODES, 0, 20)], 4),  # one after the other in a group
         ([collective(NODES, 0, 20), collective(EVERYONE, 1, 0, 10, 0)], 3),  # after 1 s both have half of the port
-        ([collective(NODES, 0, 40), collective(EVERYONE, 1, 0, 10, 0)], 5),
         ([collective(NODES, 5, 10), collective(NODES, 0, 10)], 7),
     ],
 )
@@ -68,10 +67,3 @@ def test_kernels_latency_and_contention_are_counted() -> None:
     assert outcome(first, second, links=links).seconds == pytest.approx((1 + 0.5 + 1) + (2 + 0.5 + 3 * 2))
     program = Program([first, second], end=Instant().after_collective(second))
     assert predict(program, links, has_communication=False).seconds == pytest.approx(1 + 2)
-
-
-def test_collectives_that_wait_for_each_other_are_refused() -> None:
-    first, second = collective(NODES, 0, 1), collective(PAIRS, 0, 1)
-    first.start, second.start = Instant(0, {second: 0.0}), Instant(0, {first: 0.0})
-    with pytest.raises(ValueError, match="wait for each other"):
-        outcome(first, second)

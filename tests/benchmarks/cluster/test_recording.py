@@ -5,7 +5,7 @@ import pytest
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import record_split
 from benchmarks.cluster.rows import RecordedVariant
-from benchmarks.cluster.variants import Variant
+from benchmarks.cluster.variants import OPTIONS, Variant
 from xfuser_cocodiff.tools.simulation.machines import MACHINES
 from xfuser_cocodiff.tools.simulation.step_time import estimate_step
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
@@ -13,7 +13,7 @@ from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 def recorded(cell: Cell, mode: str, ulysses: int, ring: int = 1) -> RecordedVariant:
     """Return a mode that the recorder runs, the plugin itself on an emulated accelerator."""
-    variant = Variant(mode, UlyssesRingSplit(ulysses, ring), mode=mode)
+    variant = Variant(mode, UlyssesRingSplit(ulysses, ring), options=OPTIONS[mode])
     return RecordedVariant(cell, variant, record_split(cell, variant.split, [variant])[mode])
 
 
@@ -28,7 +28,12 @@ def test_stock_and_rules_are_recorded_in_a_process_of_their_own() -> None:
         "fp4": pytest.approx(sent["stock"] * 9 / 32, rel=1e-3),
     }  # but for the last all-gather
     assert rows["stock"] | {"mode": "", "variant": ""} == rows["stock-combined"] | {"mode": "", "variant": ""}
-    assert rows["stock"]["launches"] < rows["stock-separate"]["launches"]
+    kernels, messages = (
+        {name: len(getattr(each.programs["step"], counted)) for name, each in recordings.items()}
+        for counted in ("kernels", "collectives")
+    )
+    assert messages["stock"] == messages["fp4"] < messages["stock-separate"]
+    assert kernels["stock"] < kernels["stock-separate"]
     assert rows["stock"]["lossless"] and not rows["fp4"]["lossless"]
 
 

@@ -3,18 +3,15 @@
 One process stands for all ranks of a group: tensors are fake, and so are the collectives (PyTorch's "fake" backend).
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from benchmarks import bare_runtime
@@ -49,14 +46,10 @@ ATTENTION = {
 
 
 @contextmanager
-def group(degree: int, rank: int = 0) -> Iterator[None]:
-    """Return a context of fake tensors on one rank of a group whose collectives only have shapes."""
+def group(degree: int) -> Iterator[None]:
+    """Return a context of fake tensors on a rank of a group whose collectives only have shapes."""
     dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(degree), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degree)
-    new_group = dist.new_group
-    with mock.patch.object(dist, "new_group", lambda ranks, *_, **__: new_group(ranks, backend="fake")):
-        bare_runtime.start()
+    bare_runtime.start_alone(degree)
     with FakeTensorMode():
         yield
 
@@ -107,7 +100,7 @@ def shapes(rank: int, name: str, resolution: int, degree: int, batch: int) -> tu
 
     Text that is replicated is joined to Q here, as in attention, and not to K and V.
     """
-    with group(degree, rank=degree - 1), attention_calls() as calls:
+    with group(degree), attention_calls() as calls:
         full = build(WORKLOADS[name], 2, torch.device("cpu"))
         output = full.call(resolution, batch)
     for call in calls:
@@ -139,18 +132,6 @@ def test_attention_has_the_shapes_of_the_shard(
     expected = [(rows, workload.heads, tokens.num_tokens(tensor), workload.head_dim) for tensor in "qkv"]
     assert calls == sum(min(2, count) for count in parts.counts(workload).values()) * [expected]
     assert shape == (rows, *output)
-
-
-def heads(rank: int, name: str, degree: int) -> tuple[int, int]:
-    """Return the heads that xDiT checks, and those of a block's attention."""
-    with group(degree):
-        full = build(WORKLOADS[name], 1, torch.device("cpu"))
-    return full.model.config.num_attention_heads, next(iter(full.blocks.values()))[0].attn.heads
-
-
-@pytest.mark.parametrize(("degree", "checked"), [(2, 38), (12, 48)])
-def test_heads_that_are_not_divisible_pass_the_check(degree: int, checked: int) -> None:
-    assert ranks.run(heads, 1, "sd3.5-large", degree) == [(checked, 38)]
 
 
 def flops(rank: int, name: str, resolution: int, degree: int) -> dict[str, int]:

@@ -1,9 +1,8 @@
 """All facts of scripts/one_gpu.sh without a GPU: torchrun -m tests.benchmarks.one_gpu.dry_run FOLDER FACT
 
-Kernels and layers are timed on the mock device, which checks the order of operations on streams; the other facts have
-values and run on the CPU, Triton's kernels by its interpreter. Functions of torch.cuda are replaced by stand-ins, which
-take the arguments of the real ones. Tools of the CUDA toolkit run the program that they are given and print what they
-would print.
+Facts run on the CPU, Triton's kernels by its interpreter. Functions of torch.cuda are replaced by stand-ins, which take
+the arguments of the real ones. Tools of the CUDA toolkit run the program that they are given and print what they would
+print.
 """
 
 import contextlib
@@ -25,12 +24,9 @@ import torch.distributed as dist
 from benchmarks.one_gpu import kernel_facts
 from benchmarks.one_gpu.__main__ import measure_and_exit
 from benchmarks.one_gpu.setting import Setting
-from tests import mock_meshes
-from tests.mock_device import HAS_BACKENDS, MockDevice
 
 IMPORTED_FIRST = "xfuser.core.distributed.runtime_state", "xfuser.model_executor.models.transformers.transformer_flux"
 """Modules that import libraries whose annotations need the real torch.cuda."""
-ON_MOCK_DEVICE = "kernel_times", "layers"
 OUTPUTS = {
     "memcheck": "========= ERROR SUMMARY: 0 errors",
     "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
@@ -70,31 +66,18 @@ class Graph:
         pass
 
 
-def stand_ins(device: MockDevice | None) -> dict[str, Callable]:
-    """Return the functions of torch.cuda that facts call, for the mock device or for the CPU."""
-    streams = []
-
-    def new_stream() -> Any:
-        if device is None:
-            return contextlib.nullcontext()
-        streams.append(torch.Stream(device=mock_meshes.device()))
-        return streams[-1]
-
-    def synchronize() -> None:
-        for stream in [*device.streams, *streams] if device else ():
-            stream.synchronize()
-
-    return {
-        "CUDAGraph": Graph,
-        "Event": Event,
-        "Stream": new_stream,
-        "_sleep": lambda cycles: None,
-        "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=2**18),
-        "graph": lambda cuda_graph, stream: stream,
-        "set_sync_debug_mode": lambda debug_mode: None,
-        "stream": lambda stream: stream,
-        "synchronize": synchronize,
-    }
+STAND_INS: dict[str, Callable] = {
+    "CUDAGraph": Graph,
+    "Event": Event,
+    "Stream": contextlib.nullcontext,
+    "_sleep": lambda cycles: None,
+    "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=2**18),
+    "graph": lambda cuda_graph, stream: stream,
+    "set_sync_debug_mode": lambda debug_mode: None,
+    "stream": lambda stream: stream,
+    "synchronize": lambda: None,
+}
+"""Functions of torch.cuda that facts call."""
 
 
 def like_the_real_one(name: str, stand_in: Callable) -> Callable:
@@ -125,24 +108,16 @@ def run_module(command: Sequence[str], **_: Any) -> SimpleNamespace:
 @contextlib.contextmanager
 def without_gpu(name: str, folder: Path) -> Iterator[Setting]:
     """Return a context in which a fact can be measured without a GPU, and its setting."""
-    is_mocked = name in ON_MOCK_DEVICE and HAS_BACKENDS
-    device = mock_meshes.device() if is_mocked else torch.device("cpu")
     for module in IMPORTED_FIRST:
         importlib.import_module(module)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(kernel_facts, "shutil", SimpleNamespace(which=lambda program: program)))
         tools = SimpleNamespace(run=run_module, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
         stack.enter_context(mock.patch.object(kernel_facts, "subprocess", tools))
-        context = MockDevice() if is_mocked else None
-        for function, stand_in in stand_ins(context).items():
+        for function, stand_in in STAND_INS.items():
             stack.enter_context(mock.patch.object(torch.cuda, function, like_the_real_one(function, stand_in)))
         if name == "layers" and dist.is_initialized():  # by a test; xDiT then starts on one of many ranks
             dist.destroy_process_group()
-        if context:
-            stack.enter_context(context)
-            stack.enter_context(context.by_triton())
-            mock_meshes.make_tables()
-        yield Setting(folder, device, is_dry_run=True)
+        yield Setting(folder, torch.device("cpu"), is_dry_run=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.quick import slow_but
 
 ROOT = Path(__file__).parents[3]
 RANKS = dict.fromkeys(("two_ranks", "flux", "compiled_two_ranks"), 2)
-LOSSLESS = "exact/flat@v_first=off", "exact/hierarchical@v_first=on"
+LOSSLESS = "flat", "v-first"
 
 
 def on_rank(rank: int, name: str, folder: str) -> None:

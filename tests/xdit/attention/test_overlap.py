@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import bare_runtime
-from benchmarks import transformer as model
 from tests import ranks
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
@@ -29,16 +29,39 @@ from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 
-def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
+def start(rank: int, depth: int = 6) -> tuple:
     """Return the group of all ranks, a FLUX.1 with double and single blocks, and a function that runs one step."""
+    from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
+
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # not used: the ranks have a store already
-    group, built, build = bare_runtime.start(), [], bare_runtime.flux_transformer
-    with (
-        mock.patch.object(model, "text_tokens", (lambda _: text_tokens) if text_tokens else model.text_tokens),
-        mock.patch.object(bare_runtime, "flux_transformer", lambda *sizes: built.append(build(*sizes)) or built[0]),
-    ):
-        step = model.step(model.Shape(128, depth, 64, 8))
-    return group, built[0], step
+    group, doubles = bare_runtime.start(), max(1, depth // 3)
+    text = math.ceil(64 / group.size()) * group.size()
+    bare_runtime.init_runtime_state(8, text)
+    torch.manual_seed(0)
+    transformer = xFuserFlux1Transformer2DWrapper(
+        in_channels=64,
+        num_layers=doubles,
+        num_single_layers=depth - doubles,
+        attention_head_dim=16,
+        num_attention_heads=8,
+        joint_attention_dim=64,
+        pooled_projection_dim=64,
+        axes_dims_rope=(8, 4, 4),
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(1, 64, 64),
+        "encoder_hidden_states": torch.randn(1, text, 64),
+        "pooled_projections": torch.randn(1, 64),
+        "timestep": torch.full((1,), 0.5),
+        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(8.0), torch.arange(8.0)),
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+    @torch.inference_mode()
+    def step() -> torch.Tensor:
+        return transformer(**inputs, return_dict=False)[0]
+
+    return group, transformer, step
 
 
 def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
