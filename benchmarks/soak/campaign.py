@@ -3,16 +3,21 @@
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.faults import ERRORS, KILLED, Fault
-from benchmarks.soak.job import HANGS, Job, Outcome, Settings
-from benchmarks.soak.request import Request, draw
-from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
-from xfuser_cocodiff.engine.topology.topology import Topology
+from benchmarks.soak.job import HANGS, Job, Settings
+from benchmarks.soak.request import Outcome, Request, draw
+
+FAULT_EVERY = 10
+"""Every so many requests one is struck, and run once more without the fault."""
+DISTINCT = 40
+"""Number of distinct requests."""
+TIMEOUT_SECONDS = 120.0
+"""Longest time of a request; collectives have a quarter."""
 
 
 @dataclass(frozen=True)
@@ -22,35 +27,23 @@ class Plan:
     seed: int
     ranks: int
     requests: int
-    faults: Sequence[str] = ()
-    """Kinds of faults, which take turns."""
-    fault_every: int = 10
-    """Every so many requests one is struck, and run once more without the fault."""
-    distinct: int = 40
-    """Number of distinct requests."""
     first: int = 0
     """Number of the first request."""
-    timeout: float = 120.0
-    """Seconds of a request, at most."""
     seconds: float | None = None
     """Time after which no further request begins."""
-    model: str | None = None
-    """Model of all requests; drawn when not given."""
-    mode: str | None = None
-    """Mode of all requests; drawn when not given."""
 
     def request(self, number: int) -> Request:
         """Return a request, the same for all that repeat it."""
-        which = random.Random(f"{self.seed} {number}").randrange(self.distinct)
-        return draw(random.Random(f"{self.seed} request {which}"), self.model, self.mode)
+        which = random.Random(f"{self.seed} {number}").randrange(DISTINCT)
+        return draw(random.Random(f"{self.seed} request {which}"))
 
     def fault(self, number: int) -> Fault | None:
-        """Return the fault that strikes a request; None for most."""
-        turn, last = divmod(number + 1, self.fault_every)
-        if last or not self.faults:
+        """Return the fault that strikes a request; None for most. Kinds take turns."""
+        turn, last = divmod(number + 1, FAULT_EVERY)
+        if last:
             return None
-        generator = random.Random(f"{self.seed} fault {number}")
-        kind = self.faults[(turn - 1) % len(self.faults)]
+        generator, kinds = random.Random(f"{self.seed} fault {number}"), [*ERRORS]
+        kind = kinds[(turn - 1) % len(kinds)]
         return Fault(kind, generator.randrange(self.ranks), generator.randrange(self.request(number).steps - 1))
 
 
@@ -60,7 +53,7 @@ class Campaign:
 
     Args:
         plan: what to run.
-        folder: for the link profile and tuning caches.
+        folder: for tuning caches.
         report: called with a line on each request.
     """
 
@@ -76,12 +69,9 @@ class Campaign:
     """What the ranks of the first job held after each of its requests."""
 
     def __post_init__(self) -> None:
-        self._settings = Settings(
-            self.plan.ranks,
-            cache=str(self.folder / "cache"),
-            profile=write_profile(self.folder, self.plan.ranks),
-            collective_seconds=self.plan.timeout / 4,
-        )
+        # Slow axes are given, so that all jobs make the same choices.
+        options = ("--cocodiff_slow_axes", "node", "--cocodiff_timeout", str(TIMEOUT_SECONDS / 4))
+        self._settings = Settings(self.plan.ranks, ("--cocodiff_cache", str(self.folder / "cache"), *options))
         self._fresh: dict[Request, list[str | None]] = {}
         self._job: Job | None = None
         self._num_jobs = 0
@@ -122,7 +112,7 @@ class Campaign:
     def _in_job(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
         """Run a request in the job that goes on, and end it if a rank hangs or has ended."""
         if self._job is None:
-            self._job, self._num_jobs = Job(self._settings, self.plan.timeout), self._num_jobs + 1
+            self._job, self._num_jobs = Job(self._settings, TIMEOUT_SECONDS), self._num_jobs + 1
         outcomes = self._job.run(request, fault)
         resources = [each.resources for each in outcomes if each.resources]
         if len(resources) < len(outcomes):
@@ -139,9 +129,8 @@ class Campaign:
     def _digests(self, request: Request) -> list[str | None]:
         """Return the digests of a request in a fresh process; in exact mode, those of stock xDiT."""
         if request not in self._fresh:
-            job = Job(
-                self._settings if request.is_lossy else Settings(self.plan.ranks, is_stock=True), self.plan.timeout
-            )
+            settings = self._settings if request.is_lossy else Settings(self.plan.ranks, is_stock=True)
+            job = Job(settings, TIMEOUT_SECONDS)
             try:
                 outcomes = job.run(request)
             finally:
@@ -176,13 +165,3 @@ class Campaign:
             "failures": self.failures,
             "samples": self.samples,
         }
-
-
-def write_profile(folder: Path, ranks: int) -> str:
-    """Write a link profile with slow links between nodes, so that all jobs choose the same plans; return its file."""
-    topology = Topology.parse(f"node=2,gpu={ranks // 2}", ranks)
-    links = tuple(AxisLink(axis.name, 1e-4, 1e8 if axis.name == "node" else 1e9) for axis in topology.axes)
-    profile = Profile(topology, links, launch_seconds=1e-4, copy_bytes_per_second=1e9, codec_bytes_per_second=1e9)
-    file = folder / "profile.json"
-    file.write_text(json.dumps({"profile": profile.to_json()}))
-    return str(file)

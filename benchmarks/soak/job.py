@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -15,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from benchmarks.soak.faults import Fault
-from benchmarks.soak.request import Request
+from benchmarks.soak.request import Outcome, Request
 
 END_SECONDS = 20.0
 """How long ranks may take to end."""
@@ -37,35 +35,15 @@ class Settings:
     """Settings of a job, the same on all ranks."""
 
     ranks: int
-    cache: str = "off"
-    """Folder of the tuning cache."""
-    profile: str | None = None
-    """File of a link profile; links are probed without one."""
-    collective_seconds: float = 30.0
-    """Longest time of a collective."""
+    options: tuple[str, ...] = ()
+    """Options of the plugin beside those of a request."""
     is_stock: bool = False
     """Whether to run stock xDiT."""
 
     def arguments(self, request: Request) -> list[str]:
         """Return the arguments of xDiT for a request."""
         model = request.model_arguments(self.ranks)
-        if self.is_stock:
-            return model
-        profile = ["--cocodiff_profile", self.profile] if self.profile else []
-        job = ["--cocodiff_cache", self.cache, "--cocodiff_timeout", str(self.collective_seconds), *profile]
-        return [*model, *request.plugin_arguments(self.ranks), *job]
-
-
-@dataclass
-class Outcome:
-    """What came of a request on one rank."""
-
-    digest: str | None = None
-    """SHA-256 of the latents; None on ranks that do not decode, and after an error."""
-    error: str | None = None
-    """Class and message of the exception; None if the request returned."""
-    resources: dict[str, int] | None = None
-    """What the process holds after it; None if it hangs or has ended."""
+        return model if self.is_stock else [*model, *request.plugin_arguments(self.ranks), *self.options]
 
 
 class Job:
@@ -77,21 +55,16 @@ class Job:
     """
 
     def __init__(self, settings: Settings, timeout: float) -> None:
-        self._timeout, self._folder = timeout, Path(tempfile.mkdtemp(prefix="cocodiff-job-"))
+        self._timeout, self._folder = timeout, tempfile.mkdtemp(prefix="cocodiff-job-")
+        self._pipes: list[Connection] = []
+        self._processes = []
         context = multiprocessing.get_context("fork")
-        pipes = [context.Pipe() for _ in range(settings.ranks)]
-        self._pipes = [own for own, _ in pipes]
-        self._processes = [
-            context.Process(
-                target=_run_rank,
-                args=(rank, settings, self._folder, other, _all_but(other, pipes), timeout),
-                daemon=True,
-            )
-            for rank, (_, other) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
-        for _, other in pipes:
+        for rank in range(settings.ranks):
+            own, other = context.Pipe()
+            self._pipes.append(own)
+            arguments = rank, settings, self._folder, other, [*self._pipes], timeout
+            self._processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
+            self._processes[-1].start()
             other.close()
 
     def run(self, request: Request, fault: Fault | None = None) -> list[Outcome]:
@@ -104,23 +77,23 @@ class Job:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a rank that has ended; its outcome says so
                 pipe.send((request, fault))
-        outcomes, deadline = dict[int, Outcome](), time.monotonic() + self._timeout
-        while missing := [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]:
+        outcomes, deadline = dict[Connection, Outcome](), time.monotonic() + self._timeout
+        while missing := [pipe for pipe in self._pipes if pipe not in outcomes]:
             ready = wait(missing, max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            outcomes |= {rank: self._receive(rank) for rank, pipe in enumerate(self._pipes) if pipe in ready}
-        return [outcomes.get(rank) or Outcome(error=self._said(rank, HANGS)) for rank in range(len(self._pipes))]
+            outcomes |= {pipe: self._receive(pipe) for pipe in missing if pipe in ready}
+        return [outcomes.get(pipe) or Outcome(error=self._said(pipe, HANGS)) for pipe in self._pipes]
 
-    def _receive(self, rank: int) -> Outcome:
+    def _receive(self, pipe: Connection) -> Outcome:
         try:
-            return self._pipes[rank].recv()
+            return pipe.recv()
         except (EOFError, OSError):
-            return Outcome(error=self._said(rank, DIED))
+            return Outcome(error=self._said(pipe, DIED))
 
-    def _said(self, rank: int, what: str) -> str:
-        file = self._folder / f"log{rank}"
-        return f"{what}\n{file.read_text(errors='replace')[-3000:] if file.exists() else ''}"
+    def _said(self, pipe: Connection, what: str) -> str:
+        log = Path(self._folder, f"log{self._pipes.index(pipe)}")
+        return f"{what}\n{log.read_text(errors='replace')[-3000:]}"
 
     def end(self) -> None:
         """End all ranks."""
@@ -135,11 +108,6 @@ class Job:
         for pipe in self._pipes:
             pipe.close()
         shutil.rmtree(self._folder)
-
-
-def _all_but(end: Connection, pipes: Sequence[tuple[Connection, Connection]]) -> list[Connection]:
-    """Return all other ends of pipes: a fork has them too, and a pipe has no end while one is open."""
-    return [each for pipe in pipes for each in pipe if each is not end]
 
 
 def prepare(models: Path) -> None:
@@ -162,78 +130,24 @@ def prepare(models: Path) -> None:
     importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
 
 
-# On a rank.
-
-
 def _run_rank(
-    rank: int, settings: Settings, folder: Path, commands: Connection, inherited: Sequence[Connection], timeout: float
+    rank: int, settings: Settings, folder: str, commands: Connection, inherited: Sequence[Connection], timeout: float
 ) -> None:
     """Run requests until this rank is told to end, or the process that has started it is gone."""
-    import torch.distributed as dist
+    from benchmarks.soak.rank_engines import RankEngines
 
-    for pipe in inherited:
+    for pipe in inherited:  # which a fork has too: a pipe has no end while one is open
         pipe.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
-    log = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    log = os.open(f"{folder}/log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(settings.ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=settings.ranks)
-    ranks_engines = _Engines(rank, settings)
+    engines = RankEngines(rank, settings.ranks, folder)
     with contextlib.suppress(EOFError):
         while command := commands.recv():
+            request, fault = command
             faulthandler.dump_traceback_later(0.95 * timeout, file=2)  # where a rank hangs
-            commands.send(ranks_engines.run(*command))
+            commands.send(engines.run(request, settings.arguments(request), fault))
             faulthandler.cancel_dump_traceback_later()
     sys.stderr.flush()
     os._exit(0)  # without destructors, which could fail in a world that has lost ranks
-
-
-class _Engines:
-    """Loaded models of one rank."""
-
-    def __init__(self, rank: int, settings: Settings) -> None:
-        from benchmarks.soak import rank_engine
-
-        self._rank, self._settings, self._module = rank, settings, rank_engine
-        self._engines: dict[str, rank_engine.RankEngine] = {}
-        self._current: list[str] = []
-        """Arguments of the runtime state, which name the model."""
-        self._kept: list[BaseException] = []
-        """The last error, which a caller may keep, with the frames of its run."""
-        rank_engine.init_rank(rank, settings.ranks)
-
-    def run(self, request: Request, fault: Fault | None) -> Outcome:
-        """Run a request, and return what came of it."""
-        outcome = Outcome()
-        try:
-            engine = self._engine(request)
-            with fault.striking(self._rank, engine.pipe.transformer) if fault else contextlib.nullcontext():
-                outcome.digest = engine.run(request.inputs)
-        except BaseException as error:
-            outcome.error, self._kept = f"{type(error).__name__}: {error}", [error]
-        outcome.resources = _resources()
-        gc.collect()  # Python's own full collections wait for a quarter of the 800,000 objects that imports create
-        return outcome
-
-    def _engine(self, request: Request) -> Any:
-        """Return the engine of a request, with its options in force."""
-        arguments = self._settings.arguments(request)
-        current = [option for option in arguments if option not in request.prompts]
-        if request.model not in self._engines:
-            self._engines[request.model] = self._module.RankEngine(arguments)
-        elif current != self._current:
-            self._engines[request.model].configure(arguments)
-        self._current = current
-        return self._engines[request.model]
-
-
-def _resources() -> dict[str, int]:
-    """Return what this process holds. Resident memory includes what was freed; Python's blocks do not."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-        "python_blocks": sys.getallocatedblocks(),
-        "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-    }

@@ -1,4 +1,4 @@
-"""Requests of a soak test: what is drawn from a seed, and the arguments and inputs that it becomes."""
+"""Requests of a soak test: what is drawn from a seed, its arguments and inputs, and what came of it."""
 
 import random
 from dataclasses import dataclass
@@ -58,25 +58,30 @@ class Request:
     def plugin_arguments(self, ranks: int) -> list[str]:
         """Return the options of the plugin; half of the ranks are on each of two emulated nodes."""
         schedule = ["--cocodiff_schedule", self.schedule] if self.schedule else []
-        groups = ["--cocodiff_head_groups", str(self.head_groups)] if self.head_groups else []
         topology = f"node=2,gpu={ranks // 2}"
         return [
             *("--use_cocodiff", "--cocodiff_topology", topology, "--cocodiff_a2a", self.plan),
             *("--cocodiff_mode", self.mode, "--cocodiff_v_first", self.v_first),
-            *groups,
+            *("--cocodiff_head_groups", str(self.head_groups) if self.head_groups else "auto"),
             *schedule,
         ]
 
 
-def draw(generator: random.Random, model: str | None = None, mode: str | None = None) -> Request:
-    """Draw a request.
+@dataclass
+class Outcome:
+    """What came of a request on one rank."""
 
-    Args:
-        generator: source of random numbers.
-        model: its model; drawn when not given.
-        mode: its mode; drawn when not given.
-    """
-    model, mode = model or generator.choice(MODELS), mode or generator.choice(MODES)
+    digest: str | None = None
+    """SHA-256 of the latents; None on ranks that do not decode, and after an error."""
+    error: str | None = None
+    """Class and message of the exception; None if the request returned."""
+    resources: dict[str, int] | None = None
+    """What the process holds after it; None if it hangs or has ended."""
+
+
+def draw(generator: random.Random) -> Request:
+    """Draw a request."""
+    model, mode = generator.choice(MODELS), generator.choice(MODES)
     height, width = generator.choice(SIZES)
     prompts = generator.sample(PROMPTS, 2 if model == "FLUX.1-dev" and generator.random() < 0.25 else 1)
     return Request(

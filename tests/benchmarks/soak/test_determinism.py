@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import campaign, job
+from benchmarks.soak import job
 from benchmarks.soak.job import Job, Settings
 from benchmarks.soak.request import Request
 from tests import ranks
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
 
 pytestmark = pytest.mark.slow  # test_tuning_cache has the quick ones
 AUTO = Request("FLUX.1-dev", "balanced", "auto", "auto", 128, 64, 4, 3.5, ("a cat",), seed=3)
@@ -38,14 +40,19 @@ def digests(request: Request, settings: Settings) -> list[str | None]:
 
 
 def with_a_cache(folder: Path) -> list[list[str | None]]:
-    settings = Settings(2, cache=str(folder / "cache"))
+    settings = Settings(2, ("--cocodiff_cache", str(folder / "cache")))
     digests(replace(AUTO, steps=WARM_UP_STEPS), settings)
     return [digests(AUTO, settings) for _ in range(2)]
 
 
 def with_a_profile(folder: Path) -> list[list[str | None]]:
     """Schedules are still chosen by timed steps, but do not change bits."""
-    settings = Settings(2, profile=campaign.write_profile(folder, 2))
+    topology = Topology.named(node=2, gpu=1)
+    links = AxisLink("node", 1e-4, 1e8), AxisLink("gpu", 1e-4, 1e9)
+    profile = Profile(topology, links, launch_seconds=1e-4, copy_bytes_per_second=1e9, codec_bytes_per_second=1e9)
+    file = folder / "profile.json"
+    file.write_text(json.dumps({"profile": profile.to_json()}))
+    settings = Settings(2, ("--cocodiff_cache", "off", "--cocodiff_profile", str(file)))
     return [digests(AUTO, settings) for _ in range(2)]
 
 
