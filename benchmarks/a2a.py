@@ -3,7 +3,6 @@
 import argparse
 import functools
 import itertools
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks import bare_runtime, command_line
 from xfuser_cocodiff.cli import on_ranks
+from xfuser_cocodiff.cli.output import positive
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune.timing import time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -30,7 +30,7 @@ _CALLS = 20
 """Calls in a row of a sample: ranks enter it after a barrier and leave it one by one."""
 _HEAD_DIM = 8
 _DTYPE = torch.bfloat16
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
+_UNITS = {"KB": 2**10, "MB": 2**20, "": 1}
 
 
 def measure(
@@ -116,11 +116,8 @@ def parse_size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is not valid.
     """
-    match = re.fullmatch(r"(\d{1,15})([KM]?B?)", text.upper())
-    number = int(match[1]) * _UNITS.get(match[2], 0) if match else 0
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid; valid are bytes, KB and MB above 0, such as 4KB")
-    return number
+    unit = text[-2:] if text[-2:] in _UNITS else ""
+    return _UNITS[unit] * positive(text.removesuffix(unit))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_ranks.add_arguments(parser, "the launcher's")
     sizes = [4**power for power in range(6, 13)]
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=sizes, help="bytes per rank (4KB to 16MB)")
-    parser.add_argument("--repeats", type=command_line.at_least(1), default=5, help="rounds (%(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="rounds (%(default)s)")
     return command_line.run(parser, _measure_on_ranks, argv)
 
 

@@ -19,21 +19,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
 
 
-def at_least(lowest: float, kind: type = int) -> Callable[[str], float]:
-    """Return the type of an option whose value is a finite number from `lowest` on."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not lowest <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not valid; valid are numbers from {lowest:g}")
-        return value
-
-    return parse
-
-
 def run(
     parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
 ) -> int:

@@ -3,7 +3,6 @@
 from statistics import median
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -55,16 +54,3 @@ def bench_a_wrong_plan(rank: int) -> str:
 
 def test_bench_a2a_detects_a_wrong_plan() -> None:
     assert all("the output of plan 'flat' differs from stock's" in said for said in ranks.run(bench_a_wrong_plan, 4))
-
-
-def test_sizes_are_parsed() -> None:
-    assert [a2a.parse_size(text) for text in ("4KB", "1mb", "500", "2B")] == [4096, 2**20, 500, 2]
-
-
-@pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--sizes", "4GB"], ["--sizes", "0KB"]])
-def test_numbers_out_of_range_are_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = a2a.main(arguments)
-    except SystemExit as ended:  # of argparse
-        status = ended.code
-    assert status == 2 and arguments[0] in capsys.readouterr().err
