@@ -27,7 +27,7 @@ FACTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "memcheck": partial(kernel_facts.sanitize, tool="memcheck"),
     "racecheck": partial(kernel_facts.sanitize, tool="racecheck"),
     "kernel_times": kernel_facts.kernel_times,
-    "layers": kernel_facts.layers,
+    "layers": rank_facts.layers,
     "two_ranks": rank_facts.two_ranks,
     "flux": rank_facts.flux,
     "profile": kernel_facts.profile,

@@ -1,4 +1,4 @@
-"""Facts about one rank: versions, checks of the kernels, and times of kernels and layers."""
+"""Facts about one rank: versions, checks of the kernels, and their times."""
 
 import csv
 import json
@@ -7,14 +7,11 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from unittest import mock
 
 import torch
 
-from benchmarks import bare_runtime
 from benchmarks.one_gpu import kernel_calls as bench
 from benchmarks.one_gpu.setting import Row, Setting
 from xfuser_cocodiff.engine.codec import kernels
@@ -25,7 +22,7 @@ CASES = (("flux.1-dev", 1024, 8), ("qwen-image", 2304, 8))
 """Models, image sizes and degrees: about 7 and 33 MB of memory traffic for each kernel."""
 TOY_CASES = (("flux.1-dev", 64, 24),)
 BITS = (2, 1.6)
-REPEATS, LAYER_CALLS = 5, 20
+REPEATS = 5
 _CACHES, _MAX_BUFFERS = 4, 64
 """Size of all buffers of a graph over that of the L2 cache, and most of them."""
 _METRICS = (
@@ -136,38 +133,3 @@ def call_seconds(calls: Sequence[Callable[[], object]]) -> Row:
         torch.cuda.synchronize()
         ended.append((time.perf_counter() - started) / len(calls))
     return {"host_seconds": median(queued), "total_seconds": median(ended)}
-
-
-def layers(setting: Setting) -> Iterator[Row]:
-    """Yield the host time of a layer's all-to-alls in stock and in each mode, without communication, and where the host
-    waits in them for the device. Trace one layer of `balanced`."""
-    name, resolution, degree = setting.pick(CASES, TOY_CASES)[0]
-    workload = WORKLOADS[name]
-    sizes = workload, bench.tokens_per_rank(workload, resolution, degree), degree, setting.device
-    works = {mode: bench.layer_call(*sizes, mode) for mode in ("exact", "balanced", "fast")}
-    bare_runtime.start_alone(degree)
-    stock = bare_runtime.stock_all_to_all()
-    shape = 1, workload.heads, workload.tokens(resolution) // degree, workload.head_dim
-    tensors = [torch.randn(shape, device=setting.device).bfloat16() for _ in "qkvo"]
-    works = {"stock": lambda: [stock(tensor) for tensor in tensors], **works}
-    calls = setting.pick(LAYER_CALLS, 1)
-    with mock.patch("xfuser.model_executor.layers.usp._sdpa_all_to_all_single", torch.clone):
-        for mode, call in works.items():
-            call()
-            yield {"model": name, "mode": mode, **call_seconds([call] * calls), "host_waits": _host_waits(call)}
-    file = setting.folder / "layer.trace.json.gz"
-    with torch.profiler.profile() as profiler:
-        works["balanced"]()
-        torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(file))
-    yield {"trace": file.name}
-
-
-def _host_waits(call: Callable[[], object]) -> list[str]:
-    """Return the places in a call where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    torch.cuda.set_sync_debug_mode("default")
-    return [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]

@@ -3,9 +3,11 @@
 import functools
 import logging.handlers
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from benchmarks.one_gpu.setting import Row, Setting
 from xfuser_cocodiff.engine.comm import groups
 from xfuser_cocodiff.engine.comm.deadline import Deadline
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.stages import PendingStage, Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.tools.probing import link_survey
@@ -33,6 +37,8 @@ TOY = replace(FLUX, heads=2, text_tokens=16)
 RESOLUTION, TOY_RESOLUTION = 1024, 64
 STOCK, FLAT, V_FIRST, CODED = "stock", "flat", "v-first", "balanced"
 OPTIONS = {
+    "exact": {"cocodiff_mode": "exact"},
+    "fast": {"cocodiff_mode": "fast", "cocodiff_slow_axes": "node"},
     FLAT: {"cocodiff_mode": "exact", "cocodiff_a2a": "flat", "cocodiff_v_first": "off"},
     V_FIRST: {"cocodiff_mode": "exact", "cocodiff_a2a": "hierarchical", "cocodiff_v_first": "on"},
     CODED: {"cocodiff_mode": "balanced", "cocodiff_slow_axes": "node"},
@@ -40,6 +46,7 @@ OPTIONS = {
 """Options of the plugin that are compared with stock."""
 MAX_ERROR = 0.3
 """Largest relative error of a lossy step, far above what the mode has."""
+STEPS_OF_LAYERS, WARMUP_STEPS, TIMED_STEPS = 50, 3, 5
 MAX_TUNED_STEPS = 40
 """Steps after which tuning must be over."""
 _BUSY_CYCLES = 4_000_000_000
@@ -97,6 +104,58 @@ def _beside_computation(mesh: Mesh, name: str, collective: Callable[[], torch.Te
     return {"part": name, "is_beside_computation": is_beside, "is_equal": torch.equal(handle.wait().flatten(), block)}
 
 
+def layers(setting: Setting) -> Iterator[Row]:
+    """Yield the host time of a step of two blocks in stock and in each mode, on one of eight ranks without
+    communication, and where the host waits in it for the device. Trace a step of `balanced`."""
+    ranks = setting.pick(8, 2)
+    bare_runtime.start_alone(ranks)
+    topology = Topology.parse(f"node=2,gpu={ranks // 2}", ranks)
+    links = tuple(AxisLink(axis.name, 1e-5, 1e9) for axis in topology.axes)
+    profile = Profile(topology, links, launch_seconds=1e-5, copy_bytes_per_second=1e12, codec_bytes_per_second=1e12)
+    step = _step(setting, 1, setting.device, None)
+    with (
+        mock.patch("xfuser.model_executor.layers.usp._sdpa_all_to_all_single", torch.clone),
+        mock.patch.multiple(Stages, start=_return_sent, start_gather=_return_copies),
+    ):
+        for name, session in _with_stock(("exact", "fast", CODED), profile).items():
+            session.schedule_tuner = None
+            session.begin_run(STEPS_OF_LAYERS)
+            bare_runtime.use_session(session)
+            call = functools.partial(_run, step, session, 0.5)
+            for number in range(WARMUP_STEPS):
+                if session.runtime:
+                    session.runtime.clock.step = number
+                call()
+            calls = [call] * setting.pick(TIMED_STEPS, 1)
+            yield {"mode": name, **call_seconds(calls), "host_waits": _host_waits(call)}
+        file = setting.folder / "layer.trace.json.gz"
+        with torch.profiler.profile() as profiler:
+            call()
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(file))
+    yield {"trace": file.name}
+
+
+def _return_sent(stages: Stages, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
+    dim = plan.dims[number]
+    sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
+    return lambda: sent.movedim(0, dim)
+
+
+def _return_copies(stages: Stages, block: torch.Tensor, plan: Plan, number: int) -> PendingStage:
+    return lambda: block.expand(plan.shape[plan.dims[number]], *block.shape)
+
+
+def _host_waits(call: Callable[[], object]) -> list[str]:
+    """Return the places in a call where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    torch.cuda.set_sync_debug_mode("default")
+    return [f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+
+
 def two_ranks(setting: Setting) -> Iterator[Row]:
     """Compare two blocks of a FLUX transformer with stock's: two lossless modes, then four steps of `balanced`."""
     step, sessions = _sessions(setting, 1, (FLAT, V_FIRST, CODED))
@@ -134,19 +193,22 @@ def _sessions(
 ) -> tuple[Step, dict[str, Session]]:
     """Return a step of a FLUX transformer with some blocks of each kind, and the sessions of stock and of OPTIONS."""
     group, device = bare_runtime.start(), compute_device()
-    topology, split = Topology.named(node=group.size()), UlyssesRingSplit(group.size(), 1)
     step = _step(setting, blocks, device, compile_with)
-    profile = link_survey.measure_profile(Mesh.over(group, topology, device=device), device)
-    sessions = {name: modes.new_session(OPTIONS[name], profile, split, device.type) for name in names}
-    return step, {STOCK: Session(), **sessions}
+    mesh = Mesh.over(group, Topology.named(node=group.size()), device=device)
+    return step, _with_stock(names, link_survey.measure_profile(mesh, device))
+
+
+def _with_stock(names: Iterable[str], profile: Profile) -> dict[str, Session]:
+    """Return the sessions of stock and of some OPTIONS, given the links of all ranks."""
+    split, device_type = UlyssesRingSplit(profile.topology.size, 1), compute_device().type
+    sessions = {name: modes.new_session(OPTIONS[name], profile, split, device_type) for name in names}
+    return {STOCK: Session(), **sessions}
 
 
 def _step(setting: Setting, blocks: int, device: torch.device, compile_with: Callable | None) -> Step:
     """Return a denoising step, whose latents move on a straight line from noise to a target, as in flow matching."""
-    full, resolution = (
-        transformer.build(setting.pick(FLUX, TOY), blocks, device),
-        setting.pick(RESOLUTION, TOY_RESOLUTION),
-    )
+    full = transformer.build(setting.pick(FLUX, TOY), blocks, device)
+    resolution = setting.pick(RESOLUTION, TOY_RESOLUTION)
     full.initialize(resolution)
     if compile_with:
         full.model = compile_with(full.model)
@@ -194,6 +256,10 @@ def _compared(step: Step, sessions: dict[str, Session], total: int, steps: int) 
 def _output(step: Step, session: Session, position: float) -> torch.Tensor:
     """Return the output of a step with a session, at a position of its run."""
     bare_runtime.use_session(session)
+    return _run(step, session, position)
+
+
+def _run(step: Step, session: Session, position: float) -> torch.Tensor:
     output = step(position)
     session.end_step()
     return output
