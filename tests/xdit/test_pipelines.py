@@ -150,7 +150,7 @@ def test_bf16_latents_equal_stock(model: str) -> None:
     check(model, 4, dtype=torch.bfloat16)
 
 
-@pytest.mark.slow  # its process groups are quick in integration/test_flags
+@pytest.mark.slow  # its process groups are quick in integration/test_config_fields
 @pytest.mark.parametrize("degree", [2, 4])
 def test_cfg_parallel_equals_stock(degree: int) -> None:
     check("SD3.5", degree, "--use_cfg_parallel", world_size=2 * degree)
@@ -171,7 +171,7 @@ def compare_stages(rank: int, world_size: int, arguments: list[str], topology: s
         assert used_axes() == {axis.partition("=")[0] for axis in topology.split(",")}
 
 
-@pytest.mark.slow  # eight ranks; the start of such a session is quick in integration/test_flags
+@pytest.mark.slow  # eight ranks; the start of such a session is quick in integration/test_config_fields
 @pytest.mark.parametrize(
     ("model", "degree", "topology"),
     [("FLUX.1-dev", 4, "node=2,gpu=2"), ("SD3.5", 2, "gpu=2")],  # all patches as long as a patch and the text

@@ -67,7 +67,7 @@ def test_script_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> None:
     assert exchanges[0] == 0 < exchanges[1]
 
 
-@pytest.mark.slow  # test_pipelines has xDiT's runner in this process, test_flags its flags
+@pytest.mark.slow  # test_pipelines has xDiT's runner in this process, test_config_fields its flags
 def test_xdit_command_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", *ARGUMENTS]
     launch([*xdit, "--master_port=29611"], tmp_path / "stock", **WITHOUT_PLUGIN)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import ranks
-from tests.xdit.integration.test_flags import parse
+from tests.xdit.integration.test_config_fields import parse
 from tests.xdit.settings.test_bad_options import BAD
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.xdit.layers import layer, v_source
+from xfuser_cocodiff.xdit.layers import layer, model_projections
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_signature import MAX_SIGNATURES, LayerSignatures
 from xfuser_cocodiff.xdit.layers.layers import Layers
+from xfuser_cocodiff.xdit.layers.model_projections import Copied
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
-from xfuser_cocodiff.xdit.layers.v_source import Copied
 from xfuser_cocodiff.xdit.patching import host, symbol_lookup
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
@@ -73,7 +73,7 @@ class Processor:
 def known_as(**how: Any) -> contextlib.AbstractContextManager:
     """Return a context in which the table has the processor."""
     row = Copied("Processor", symbol_lookup.source_digest(__name__, "Processor.__call__"), **how)
-    return mock.patch.object(v_source, "PROCESSORS", [row])
+    return mock.patch.object(model_projections, "PROCESSORS", [row])
 
 
 def heads(tensor: torch.Tensor) -> torch.Tensor:

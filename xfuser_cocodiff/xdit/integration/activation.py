@@ -22,7 +22,7 @@ from xfuser_cocodiff.xdit.attention import (
     long_context,
     usp,
 )
-from xfuser_cocodiff.xdit.integration import agreement, flags
+from xfuser_cocodiff.xdit.integration import agreement, config_fields
 from xfuser_cocodiff.xdit.patching import host, log
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
@@ -126,7 +126,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     runs = _of_feature("runs of diffusers' pipelines, and with them lossy modes", tracker.patches())
     return [
         *(platform.patches(machine) if machine else []),
-        *flags.patches(_activate_for_config),
+        *config_fields.patches(_activate_for_config),
         *_of_feature("the hint that no config enables the plugin", [_GROUPS_PATCH]),
         *_of_feature("--cocodiff_ring inner", ring_groups.patches()),
         *startup.patches(activate, agreement.check_all),

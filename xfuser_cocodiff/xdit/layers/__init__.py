@@ -2,5 +2,5 @@
 Input: the modules that run, and the V that reaches xDiT's USP.
 Output: signatures of layer calls, and a handle of V's all-to-all.
 Public: `layers.Layers`, `root_module.RootModule`, `layer_signature.LayerSignature`,
-`schedule_candidates.ScheduleCandidates`, `v_source.PROJECTIONS`.
+`schedule_candidates.ScheduleCandidates`, `model_projections.PROJECTIONS`.
 """

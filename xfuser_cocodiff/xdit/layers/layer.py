@@ -1,9 +1,9 @@
 """Attention layers in eager mode, and V-First: V is projected and sent before the processor asks for Q and K.
 
-A table lists the projections that V comes from (:mod:`v_source`). The first call of a layer shows, when V reaches USP,
-how it was built from them, and from which arguments of the module. Later calls project V early and start its
-all-to-all, and the processor gets the finished projection when it asks for it. USP then checks that V was built in the
-same way.
+A table lists the projections that V comes from (:mod:`model_projections`). The first call of a layer shows, when V
+reaches USP, how it was built from them, and from which arguments of the module. Later calls project V early and start
+its all-to-all, and the processor gets the finished projection when it asks for it. USP then checks that V was built in
+the same way.
 
 No values are compared, and ranks need not agree: all of this follows from the model's code, and from shapes, which are
 equal on all ranks. Hooks of a projection, which may differ, are a part of its call. Only a rank that runs other code
@@ -25,9 +25,9 @@ from xfuser_cocodiff.xdit.layers.call_wrapper import CallWrapper, is_wrapped
 from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_parallel_mlp, is_prefetched, materialize
 from xfuser_cocodiff.xdit.layers.layer_call import QUERY_INPUT, EagerCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerSignatures, LayerStructure
+from xfuser_cocodiff.xdit.layers.model_projections import Recipe, find_recipe, find_source, projections_of
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, LayerSession, RootModule
-from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipe, find_source, projections_of
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import info_once
 

@@ -9,7 +9,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, hidden_states
-from xfuser_cocodiff.xdit.layers.v_source import Projection, Recipe
+from xfuser_cocodiff.xdit.layers.model_projections import Projection, Recipe
 
 
 @dataclass(eq=False)

@@ -14,8 +14,8 @@ from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import BY_HEADS, Division, OverlapSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.xdit.layers.model_projections import Recipe, Source, find_source
 from xfuser_cocodiff.xdit.layers.schedule_candidates import ScheduleCandidates
-from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_source
 
 MAX_SIGNATURES = 128
 """Maximum number of signatures; that of the oldest last call is dropped, as of a text length of an old request."""

@@ -187,11 +187,11 @@ def test_more_configs_on_one_rank_are_an_error_on_all() -> None:
 def config_with_a_compiler_on_rank_0(rank: int, choice: str) -> str:
     """Return the kernels of the config where rank 1 has no compiler."""
     from xfuser_cocodiff.engine.codec import kernels
-    from xfuser_cocodiff.xdit.integration import flags
+    from xfuser_cocodiff.xdit.integration import config_fields
 
-    flags.platform.compute_device = lambda: argparse.Namespace(type="cuda")
+    config_fields.platform.compute_device = lambda: argparse.Namespace(type="cuda")
     kernels._can_build = lambda: rank != 1
-    return flags.agree_on_config({"use_cocodiff": True, "cocodiff_kernels": choice}, 2).kernels
+    return config_fields.agree_on_config({"use_cocodiff": True, "cocodiff_kernels": choice}, 2).kernels
 
 
 def test_kernels_that_one_rank_cannot_build_are_an_error_on_all_if_they_are_named() -> None:
@@ -242,9 +242,9 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(tmp_path: Path) -
 
 def config_of_another_version(rank: int) -> str:
     """Return the config where one rank has a version with other messages."""
-    from xfuser_cocodiff.xdit.integration import flags
+    from xfuser_cocodiff.xdit.integration import config_fields
 
-    flags.WIRE_FORMAT += rank
+    config_fields.WIRE_FORMAT += rank
     return config_of(rank, ["--ulysses_degree", "2", "--use_cocodiff"], [{}])
 
 
