@@ -14,7 +14,6 @@ for name in (
     "hypothesis.strategies",
     "tests.ranks",
     "tests.small_transformers",
-    "tests.small_pipelines.loops",
     "xfuser_cocodiff.tools.comparison.quality",
     *(f"models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):

@@ -1,1 +1,1 @@
-"""Small pipelines with random weights: those of :mod:`loops`, and Wan's, which are saved for xDiT's runner."""
+"""Small pipelines of Wan with random weights, which are saved for xDiT's runner."""

@@ -18,11 +18,10 @@ MASK_CHANNELS, VACE_MASK_CHANNELS = 4, 64
 """Channels of the masks: a frame has one for each of 4 frames per latent frame; VACE's one for each of 8 x 8 pixels."""
 
 
-def image_to_video(experts: int = 1, has_encoder: bool = False, expands: bool = False) -> WanImageToVideoPipeline:
+def image_to_video(has_encoder: bool = False, expands: bool = False) -> WanImageToVideoPipeline:
     """Return a pipeline that continues a first frame.
 
     Args:
-        experts: number of transformers, which take turns over the steps.
         has_encoder: whether an image encoder embeds the frame too, as in 2.1.
         expands: whether each token has its own timestep, and the frame is part of the latents, as in 2.2's TI2V.
     """
@@ -37,8 +36,7 @@ def image_to_video(experts: int = 1, has_encoder: bool = False, expands: bool = 
         image_encoder=image_encoder() if has_encoder else None,
         image_processor=CLIPImageProcessorPil() if has_encoder else None,
         transformer=WanTransformer3DModel(**sizes),
-        transformer_2=WanTransformer3DModel(**sizes) if experts == 2 else None,
-        boundary_ratio=0.9 if experts == 2 else None,
+        transformer_2=None,
         expand_timesteps=expands,
     )
     return weights.fill(pipe, seed=0)

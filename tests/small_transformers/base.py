@@ -147,17 +147,15 @@ def shard_of(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(get_sequence_parallel_world_size(), dim=-2)[get_sequence_parallel_rank()]
 
 
-def prepare_ranks(rank: int, degree: int, cfg: int = 1) -> None:
-    """Create xDiT's process groups, with one Ulysses group for each branch of guidance."""
-    init_distributed_environment(rank=rank, world_size=degree * cfg)
-    initialize_model_parallel(
-        classifier_free_guidance_degree=cfg, sequence_parallel_degree=degree, ulysses_degree=degree
-    )
+def prepare_ranks(rank: int, degree: int) -> None:
+    """Create xDiT's process groups."""
+    init_distributed_environment(rank=rank, world_size=degree)
+    initialize_model_parallel(sequence_parallel_degree=degree, ulysses_degree=degree)
 
 
-def use(small: SmallTransformer, degree: int, compiled: bool = False, **options: Any) -> None:
+def use(small: SmallTransformer, degree: int, **options: Any) -> None:
     """Start a runtime state with options of the plugin, without their prefix "cocodiff_"; stock's without options."""
     flags = {f"cocodiff_{name}": value for name, value in options.items()} | {"use_cocodiff": bool(options)}
-    config, _ = xFuserArgs(model="small", ulysses_degree=degree, use_torch_compile=compiled, **flags).create_config()
+    config, _ = xFuserArgs(model="small", ulysses_degree=degree, **flags).create_config()
     initialize_runtime_state(small.pipeline, config)
     small.ready()

@@ -3,17 +3,16 @@
 from typing import Any, ClassVar
 
 import torch
-from diffusers import FluxTransformer2DModel, HunyuanDiT2DModel, Lumina2Transformer2DModel, SanaTransformer2DModel
+from diffusers import FluxTransformer2DModel, HunyuanDiT2DModel, PixArtTransformer2DModel, SanaTransformer2DModel
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
 from torch import nn
 from xfuser.core.distributed import get_sequence_parallel_world_size, get_sp_group
 from xfuser.model_executor.models.transformers.hunyuan_transformer_2d import xFuserHunyuanDiT2DWrapper
+from xfuser.model_executor.models.transformers.pixart_transformer_2d import xFuserPixArtTransformer2DWrapper
 from xfuser.model_executor.models.transformers.sana_transformer_2d import xFuserSanaTransformer2DWrapper
 from xfuser.model_executor.models.transformers.transformer_flux import xFuserFluxTransformer2DWrapper
-from xfuser.model_executor.models.transformers.transformer_flux2 import xFuserFlux2Transformer2DWrapper
 from xfuser.model_executor.models.transformers.transformer_ideogram4 import get_ideogram4_transformer_wrapper_class
 from xfuser.model_executor.models.transformers.transformer_krea2 import xFuserKrea2Transformer2DWrapper
-from xfuser.model_executor.models.transformers.transformer_lumina2 import xFuserLumina2Transformer2DWrapper
 from xfuser.model_executor.models.transformers.transformer_z_image import xFuserZImageTransformer2DWrapper
 
 from tests.small_transformers.base import RowSharded, SmallTransformer, shard_of
@@ -35,11 +34,6 @@ class FluxControl(RowSharded):
     wrapper = xFuserFluxTransformer2DWrapper
     pipeline_name = "FluxControlPipeline"  # for which the runtime state doubles the token size
     end_time = 1
-
-    def ready(self) -> None:
-        if get_sequence_parallel_world_size() == 1:
-            self.wrapper = None  # it needs stages, which a single rank does not have
-        super().ready()
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -64,60 +58,22 @@ class FluxControl(RowSharded):
         return get_sp_group().all_gather(velocity, dim=-2)
 
 
-class Klein(SmallTransformer):
-    """FLUX.2-klein for editing, without guidance: text, 64 image tokens and 64 tokens of the input image."""
-
-    latent_shape = (64, 16)  # N C
-    text = 16
-    model = xFuserFlux2Transformer2DWrapper
-    end_time = 1
-    sizes: ClassVar = {
-        "in_channels": 16,
-        "out_channels": 16,
-        "num_single_layers": 4,
-        "timestep_guidance_channels": 32,
-        "axes_dims_rope": (4, 4, 4, 4),
-        "guidance_embeds": False,
-    }
-
-    def condition(self) -> dict[str, Any]:
-        self.reference = self.noise(*self.latent_shape)
-        image = torch.cat([places(4), places(4, image=10)])
-        text = nn.functional.pad(torch.arange(self.text)[:, None], (3, 0))
-        return super().condition() | {
-            "guidance": None,
-            "img_ids": image.expand(self.batch, -1, -1),
-            "txt_ids": text.expand(self.batch, -1, -1),
-        }
-
-    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return super().velocity(torch.cat([latents, self.reference], dim=1), time)[:, :64]
-
-
 class ZImage(SmallTransformer):
-    """64 image and 32 caption tokens; inputs and outputs are lists of samples."""
+    """64 image and 32 caption tokens; inputs and outputs are lists of samples. Its six heads are zero-padded by the
+    attention to the next multiple of the degree."""
 
     latent_shape = (4, 1, 16, 16)  # C F R W
-    heads = 8
-    model = xFuserZImageTransformer2DWrapper
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        patches = {"all_patch_size": (2,), "all_f_patch_size": (1,)}
-        heads = dict.fromkeys(("n_heads", "n_kv_heads"), self.heads)
-        return {**patches, **heads, "dim": 16 * self.heads, "axes_dims": [4, 6, 6], "axes_lens": [64, 32, 32]}
-
-    def condition(self) -> dict[str, Any]:
-        return {"cap_feats": list(self.noise(self.text, 16))}
-
-    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.transformer(list(latents), 1 - time, **self.conditions, return_dict=False)[0])
-
-
-class ZImageSixHeads(ZImage):
-    """Six heads, zero-padded by the attention to the next multiple of the degree."""
-
     heads = 6
+    model = xFuserZImageTransformer2DWrapper
+    sizes: ClassVar = {
+        "all_patch_size": (2,),
+        "all_f_patch_size": (1,),
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "dim": 16 * heads,
+        "axes_dims": [4, 6, 6],
+        "axes_lens": [64, 32, 32],
+    }
 
     def build(self) -> nn.Module:
         transformer = super().build()
@@ -126,40 +82,18 @@ class ZImageSixHeads(ZImage):
         transformer.register_to_config(num_attention_heads=-(-self.heads // degree) * degree)
         return transformer
 
-
-class Lumina2(SmallTransformer):
-    """64 image tokens after the caption; 24 heads of Q share 8 of K and V, packed in one all-to-all."""
-
-    latent_shape = (4, 16, 16)  # C R W
-    model = Lumina2Transformer2DModel
-    sizes: ClassVar = {
-        "hidden_size": 192,
-        "num_attention_heads": 24,
-        "num_kv_heads": 8,
-        "multiple_of": 32,
-        "axes_dim_rope": (4, 2, 2),
-    }
-    wrapper = xFuserLumina2Transformer2DWrapper
-    longest = 16
-    end_time = 1
-
     def condition(self) -> dict[str, Any]:
-        # The wrapper masks keys for samples of unequal length, and lengths not divisible by the degree.
-        lengths = torch.tensor([max(1, self.text - sample) for sample in range(self.batch)])
-        return {
-            "encoder_hidden_states": self.noise(self.longest, 16),
-            "encoder_attention_mask": torch.arange(self.longest) < lengths[:, None],
-        }
+        return {"cap_feats": list(self.noise(self.text, 16))}
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return super().velocity(latents, 1 - time)
+        return torch.stack(self.transformer(list(latents), 1 - time, **self.conditions, return_dict=False)[0])
 
 
 class Krea2(SmallTransformer):
-    """Text, then 64 image tokens; each head of K and V is repeated for the heads of Q that share it."""
+    """Text, then 64 image tokens; each head of K and V is repeated for the heads of Q that share it. Prompts have
+    different lengths, whose padding is masked."""
 
     latent_shape = (64, 16)  # N C
-    is_masked = False
     end_time = 1
     model = xFuserKrea2Transformer2DWrapper
     sizes: ClassVar = {
@@ -175,20 +109,12 @@ class Krea2(SmallTransformer):
     }
 
     def condition(self) -> dict[str, Any]:
-        conditions = {
+        lengths = torch.tensor([self.text - 3 - sample for sample in range(self.batch)])
+        return {
             "encoder_hidden_states": self.noise(self.text, 3, 32),
             "position_ids": torch.cat([torch.zeros(self.text, 3, dtype=torch.long), places(3)]),
+            "encoder_attention_mask": torch.arange(self.text) < lengths[:, None],
         }
-        if self.is_masked:
-            lengths = torch.tensor([self.text - 3 - sample for sample in range(self.batch)])
-            conditions["encoder_attention_mask"] = torch.arange(self.text) < lengths[:, None]
-        return conditions
-
-
-class Krea2Masked(Krea2):
-    """With prompts of different lengths, whose padding is masked."""
-
-    is_masked = True
 
 
 class Ideogram4(SmallTransformer):
@@ -257,6 +183,16 @@ class HunyuanDiT(RowSharded):
     def rope(self, tokens: slice) -> dict[str, Any]:
         whole = get_2d_rotary_pos_embed(16, ((0, 0), (8, 8)), (8, 8), output_type="pt")
         return {"image_rotary_emb": tuple(part[tokens] for part in whole)}
+
+
+class PixArt(RowSharded):
+    """64 image tokens; all-to-alls in self-attention only."""
+
+    latent_shape = (4, 16, 16)  # C R W
+    model = PixArtTransformer2DModel
+    sizes: ClassVar = {"out_channels": 8, "attention_head_dim": 24, "cross_attention_dim": 192}
+    wrapper = xFuserPixArtTransformer2DWrapper
+    text_width = 32
 
 
 class Sana(RowSharded):

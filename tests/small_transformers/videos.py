@@ -1,5 +1,7 @@
 """Small transformers of video models."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,13 +16,15 @@ from xfuser.model_executor.models.transformers.consisid_transformer_3d import xF
 from xfuser.model_executor.models.transformers.latte_transformer_3d import xFuserLatteTransformer3DWrapper
 from xfuser.model_executor.models.transformers.transformer_cosmos3 import get_cosmos3_transformer_wrapper_class
 from xfuser.model_executor.models.transformers.transformer_hunyuan_video import xFuserHunyuanVideoTransformer3DWrapper
-from xfuser.model_executor.models.transformers.transformer_hunyuan_video15 import (
-    xFuserHunyuanVideo15Transformer3DWrapper,
+from xfuser.model_executor.models.transformers.transformer_lingbot_video import (
+    get_lingbot_video_classes,
+    xFuserLingBotVideoTransformer3DWrapper,
 )
 from xfuser.model_executor.models.transformers.transformer_ltx2 import xFuserLTX2VideoTransformer3DWrapper
 from xfuser.model_executor.models.transformers.transformer_minimax_h3 import xFuserMiniMaxH3Transformer3DWrapper
 from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 
+from tests.sizes import build
 from tests.small_transformers.base import RowSharded, SmallTransformer, shard_of
 
 
@@ -30,16 +34,6 @@ class Wan(SmallTransformer):
     latent_shape = (4, 3, 16, 16)  # C F R W
     model = xFuserWanTransformer3DWrapper
     sizes: ClassVar = {"patch_size": (1, 2, 2), "attention_head_dim": 24, "rope_max_seq_len": 32}
-
-
-class WanA14B(Wan):
-    """Wan 2.2 with 2 x 14B parameters: the second transformer continues in the middle of a run."""
-
-    names = "transformer", "transformer_2"
-
-    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        self.transformer = self.transformers[time[0] <= 0.5]
-        return super().velocity(latents, time)
 
 
 class HunyuanVideo(SmallTransformer):
@@ -59,34 +53,6 @@ class HunyuanVideo(SmallTransformer):
             "pooled_projections": self.noise(8),
             "guidance": 6000 * self.ones(dtype=self.dtype),
         }
-
-
-class HunyuanVideo15(SmallTransformer):
-    """768 video tokens, then text of two encoders, which joins at the rear where it is not divisible by the degree."""
-
-    latent_shape = (4, 3, 16, 16)  # C F R W
-    model = xFuserHunyuanVideo15Transformer3DWrapper
-    sizes: ClassVar = {
-        "in_channels": 9,
-        "patch_size": 1,
-        "image_embed_dim": 12,
-        "target_size": 640,
-        "task_type": "t2v",
-    }
-
-    def condition(self) -> dict[str, Any]:
-        glyphs, frames = 4, self.latent_shape[1:]
-        self.given = torch.zeros(self.batch, 5, *frames, dtype=self.dtype)
-        return {
-            "encoder_hidden_states": self.noise(self.text - glyphs, 16),
-            "encoder_attention_mask": self.ones(self.text - glyphs),
-            "encoder_hidden_states_2": self.noise(glyphs, 16),
-            "encoder_attention_mask_2": self.ones(glyphs),
-            "image_embeds": torch.zeros(self.batch, 3, 12, dtype=self.dtype),
-        }
-
-    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return super().velocity(torch.cat([latents, self.given], dim=1), time)
 
 
 class CogVideoX(RowSharded):
@@ -222,11 +188,12 @@ IS_VIDEO, IS_TEXT, IS_AUDIO = range(3)
 
 
 class MiniMaxH3(SoundAndVision):
-    """Text, then 8 audio and 64 video tokens, packed and padded to a multiple of 64."""
+    """Text, then 8 audio and 64 video tokens, packed and padded to a multiple of 64; Q, K and V are one projection."""
 
     video, audio = (64, 16), (8, 8)
     latent_shape = (64 * 16 + 8 * 8,)
     model = xFuserMiniMaxH3Transformer3DWrapper
+    prepare = "fuse_qkv_projections"  # as in xDiT's runner
     sizes: ClassVar = {
         **dict.fromkeys(("attention_head_dim", "freq_dim", "time_embed_hidden_dim", "time_embed_dim"), 32),
         **{"hidden_size": 64, "audio_in_channels": 8, "rope_freq_dim": 4},
@@ -248,12 +215,6 @@ class MiniMaxH3(SoundAndVision):
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         return self.both(latents, timestep=1000 * time[:1])  # the distinct timesteps, of which each token has one
-
-
-class MiniMaxH3Fused(MiniMaxH3):
-    """As xDiT runs it, with one fused projection of Q, K and V."""
-
-    prepare = "fuse_qkv_projections"
 
 
 class Cosmos3(SmallTransformer):
@@ -292,6 +253,22 @@ class Cosmos3(SmallTransformer):
         given = {"vision_tokens": [latents], "vision_timesteps": 1000 * time.expand(48)}
         [velocity] = self.transformer(**given, **self.conditions)[0]
         return velocity
+
+
+class LingBotVideo(SmallTransformer):
+    """192 video tokens, then text: the model is a reimplementation, since LingBot's is on no package index."""
+
+    latent_shape = (4, 3, 16, 16)  # C F R W
+    sizes: ClassVar = {"hidden_size": 128, "depth": 2, "freq_dim": 32, "axes_dims": (4, 6, 6)}
+
+    def build(self) -> nn.Module:
+        sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))
+        plain, wrapper = get_lingbot_video_classes()[0], xFuserLingBotVideoTransformer3DWrapper
+        transformer = build(plain, **self.sizes)
+        # As in the wrapper's from_pretrained, its only constructor.
+        transformer.__class__ = type(wrapper.__name__, (wrapper, plain), {})
+        transformer._install_usp_attention()
+        return transformer
 
 
 WIDTH, HEAD_DIM = 1024, 128

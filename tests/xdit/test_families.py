@@ -3,17 +3,8 @@
 from pathlib import Path
 
 from tests import ranks
-from tests.xdit import (
-    families,
-    test_families_coded,
-    test_more_pipelines,
-    test_pipelines,
-    test_run_loops,
-    test_transformers,
-)
+from tests.xdit import families, test_pipelines, test_transformers
 from tests.xdit.families import FAMILIES
-
-SMALL = [model for family in FAMILIES for model in family.small_models]
 
 
 def registered(rank: int) -> list[str]:
@@ -29,17 +20,9 @@ def test_each_name_in_the_runner_belongs_to_one_family() -> None:
 
 
 def test_every_family_is_tested() -> None:
-    transformers = [small for small in SMALL if small not in families.PIPELINE_TESTS]
-    assert sorted(transformers) == sorted(test_transformers.CASES)
-    # Lossy modes are tested there too.
-    assert {*families.PIPELINE_TESTS} - {*test_more_pipelines.MODELS} == {*test_pipelines.MODELS}
-    coded = {model for family in FAMILIES if family.lossy is True for model in family.small_models}
-    assert coded - {*families.PIPELINE_TESTS} == {*test_families_coded.CODED}
-    assert sorted(loop for family in FAMILIES for loop in family.small_pipelines) == sorted(test_run_loops.LOOPS)
-    assert {family.name for family in FAMILIES if family.tested == "-"} == {"Causal Wan"}
-    root = Path(__file__).parents[2]
-    files = [where for family in FAMILIES if family.tested != "-" for where in family.tested.split("; ")]
-    assert all((root / where.partition(":")[0]).exists() for where in files)
+    small = [model for family in FAMILIES for model in family.small_models]
+    assert sorted(small) == sorted([*test_transformers.CASES, *test_pipelines.MODELS])
+    assert [family.name for family in FAMILIES if not family.small_models] == ["Causal Wan"]
 
 
 def test_the_models_page_equals_the_table() -> None:

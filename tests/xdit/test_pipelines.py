@@ -1,27 +1,57 @@
-"""Whole pipelines of the four paper models, run by xDiT's own runner: exact mode is bit-identical to stock."""
+"""Whole pipelines of xDiT's runner: exact mode is bit-identical to stock, and a lossy mode codes every step."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from models import hub
 from tests import pipefusion_over_gloo, ranks
 from tests.quick import slow_but
+from tests.small_pipelines import wan
 from tests.xdit.families import FAMILIES
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 
 pytestmark = pytest.mark.usefixtures("hub")
 
-TOPOLOGIES = {2: ["flat", "2x1"], 4: ["flat", "2x2"], 6: ["flat", "3x2"], 8: ["flat", "2x2x2"], 12: ["flat", "2x3x2"]}
-SIZE = ["--height", "128", "--width", "128", "--num_inference_steps", "3", "--seed", "3"]
+HOME = Path(os.environ["HF_HOME"])
+STEPS = 3
+SIZE = ["--height", "128", "--width", "128", "--num_inference_steps", str(STEPS), "--seed", "3"]
+CAT = ["--prompt", "a photo of a cat"]
+GUIDED = [*CAT, "--negative_prompt", "old coins"]
+PICTURE = str(HOME / hub.INPUT_IMAGE)
+EDITED = ["--height", "256", "--width", "256", "--input_images", PICTURE]
+VIDEO = [*GUIDED, "--num_frames", "9"]
 # The text is divisible by every degree here, except SD3.5's 333 tokens and Qwen-Image's prompts.
-MODELS = {
-    "FLUX.1-dev": ["--max_sequence_length", "32", "--prompt", "a photo of a cat"],
-    "FLUX.2-dev": ["--max_sequence_length", "48", "--prompt", "a photo of a cat"],
-    "SD3.5": ["--prompt", "a photo of a cat"],
-    "Qwen-Image": ["--prompt", "a photo of a cat", "--guidance_scale", "4", "--negative_prompt", "old coins"],
+PAPER = {
+    "FLUX.1-dev": [*CAT, "--max_sequence_length", "32"],
+    "FLUX.2-dev": [*CAT, "--max_sequence_length", "48"],
+    "SD3.5": CAT,
+    "Qwen-Image": [*GUIDED, "--guidance_scale", "4"],
 }
+MODELS = {
+    **PAPER,
+    "FLUX.1-Kontext-dev": [*CAT, *EDITED, "--max_sequence_length", "32"],
+    "Qwen-Image-Edit": [*GUIDED, *EDITED],
+    "FLUX.2-klein-4B": CAT,
+    "Lumina2": GUIDED,
+    "Wan2.1-T2V": VIDEO,
+    "Wan2.2-T2V": VIDEO,
+    "Hunyuanvideo-1.5": [*VIDEO, "--task", "t2v"],
+    "Wan2.1-I2V": [*VIDEO, "--input_images", PICTURE],
+    "Wan2.2-TI2V": [*VIDEO, "--task", "i2v", "--input_images", PICTURE],
+    "Wan2.1-VACE-1.3B": [*VIDEO, "--input_images", PICTURE, PICTURE],
+}
+ONLY_IN_TESTS = {
+    "Wan2.1-I2V": ("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", lambda: wan.image_to_video(has_encoder=True)),
+    "Wan2.2-TI2V": ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", lambda: wan.image_to_video(expands=True)),
+    "Wan2.1-VACE-1.3B": ("Wan-AI/Wan2.1-VACE-1.3B-diffusers", wan.vace),
+}
+"""Repositories of models that only tests have, and functions that build them."""
+TOPOLOGIES = {2: ["flat", "2x1"], 4: ["flat", "2x2"], 8: ["flat", "2x2x2"]}
 
 
 class Run:
@@ -111,10 +141,10 @@ def v_first(model: str) -> bool:
 
 def compare(rank: int, world_size: int, arguments: list[str], topologies: list[str], dtype: torch.dtype) -> None:
     run = Run(rank, world_size, arguments, dtype)
+    run.inputs["prompt"] = CAT[1]  # the runner passes a list, which Wan VACE's pipeline rejects
     stock = run()
     assert used_axes() == set()
     assert torch.isfinite(stock).all()
-    assert stock.dtype == dtype or stock.dtype == torch.float32
     for head_groups, topology in enumerate(topologies, 1):
         run.use_plugin(topology, head_groups)
         assert torch.equal(run(), stock), f"{topology} differs from stock"
@@ -124,36 +154,50 @@ def compare(rank: int, world_size: int, arguments: list[str], topologies: list[s
     run.use_plugin(None)
     assert torch.equal(run(), stock), "stock differs after the plugin was used"
     assert used_axes() == set()
+    check_coded(run, topologies[-1], 8 * dtype.itemsize)
 
 
-def check(model: str, degree: int, *more: str, world_size: int | None = None, dtype: Any = torch.float32) -> None:
-    arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model], *more]
-    world_size = world_size or degree
-    ranks.run(compare, world_size, world_size, arguments, TOPOLOGIES[degree], dtype)
+def check_coded(run: Run, topology: str, value_bits: int) -> None:
+    """Check that all steps are coded, and keyframes in 8 bits: one of each expert."""
+    from xfuser_cocodiff.xdit.session.session import active
+
+    pipe = run.runner.model.pipe
+    del pipe.scheduler.__dict__["step"]  # a step of the instance would hide the patched one
+    run.use_mode("balanced", topology, schedule="bits=4")
+    run()
+    reports = active().runtime.reports
+    bits = [value_bits * report.sent_bytes / report.exact_bytes for report in reports]
+    assert all(report.error > 0 for report in reports)
+    keyframes = 2 if getattr(pipe, "transformer_2", None) else 1
+    assert sum(8 < each < 9.6 for each in bits) == keyframes
+    assert sum(4 < each < 6.4 for each in bits) == STEPS - keyframes == len(bits) - keyframes
 
 
 @pytest.mark.parametrize(
-    ("model", "degree"),
+    ("model", "degree", "dtype"),
     slow_but(
-        # FLUX.1 is compared by batches, FLUX.2 in bf16, and SD3.5 with CFG parallelism.
-        [("Qwen-Image", 2)],
-        [("FLUX.1-dev", 4), ("FLUX.2-dev", 2), ("SD3.5", 4), ("Qwen-Image", 2), *((model, 8) for model in MODELS)],
+        [("Qwen-Image", 2, torch.float32)],
+        [
+            ("FLUX.1-dev", 8, torch.float32),
+            ("FLUX.2-dev", 4, torch.bfloat16),
+            *((model, 2, torch.float32) for model in MODELS if model == "Qwen-Image" or model not in PAPER),
+        ],
     ),
 )
-def test_latents_equal_stock(model: str, degree: int) -> None:
-    check(model, degree)
-
-
-@pytest.mark.slow  # test_transformers has bf16
-@pytest.mark.parametrize("model", MODELS)
-def test_bf16_latents_equal_stock(model: str) -> None:
-    check(model, 4, dtype=torch.bfloat16)
+def test_latents_equal_stock(model: str, degree: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if model in ONLY_IN_TESTS:
+        repository, build = ONLY_IN_TESTS[model]
+        small = hub.SmallModel(repository, lambda folder: build().save_pretrained(folder), takes_image=True)
+        monkeypatch.setitem(hub.REGISTRY, model, small)
+    hub.write_cache(HOME, [model])
+    arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model]]
+    ranks.run(compare, degree, degree, arguments, TOPOLOGIES[degree], dtype)
 
 
 @pytest.mark.slow  # its process groups are quick in integration/test_config_fields
-@pytest.mark.parametrize("degree", [2, 4])
-def test_cfg_parallel_equals_stock(degree: int) -> None:
-    check("SD3.5", degree, "--use_cfg_parallel", world_size=2 * degree)
+def test_cfg_parallel_equals_stock() -> None:
+    arguments = ["--model", "SD3.5", "--ulysses_degree", "2", *SIZE, *CAT, "--use_cfg_parallel"]
+    ranks.run(compare, 4, 4, arguments, TOPOLOGIES[2], torch.float32)
 
 
 def compare_stages(rank: int, world_size: int, arguments: list[str], topology: str) -> None:
@@ -171,13 +215,9 @@ def compare_stages(rank: int, world_size: int, arguments: list[str], topology: s
         assert used_axes() == {axis.partition("=")[0] for axis in topology.split(",")}
 
 
-@pytest.mark.slow  # eight ranks; the start of such a session is quick in integration/test_config_fields
-@pytest.mark.parametrize(
-    ("model", "degree", "topology"),
-    [("FLUX.1-dev", 4, "node=2,gpu=2"), ("SD3.5", 2, "gpu=2")],  # all patches as long as a patch and the text
-)
-def test_pipefusion_equals_stock(model: str, degree: int, topology: str) -> None:
+@pytest.mark.slow  # the start of such a session is quick in integration/test_config_fields
+def test_pipefusion_equals_stock() -> None:
     """Two stages, each with its own Ulysses group. Stages keep K and V of patches that are not sent in a step."""
     more = ["--pipefusion_parallel_degree", "2", "--num_inference_steps", "5"]
-    arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model], *more]
-    ranks.run(compare_stages, 2 * degree, 2 * degree, arguments, topology)
+    arguments = ["--model", "FLUX.1-dev", "--ulysses_degree", "2", *SIZE, *MODELS["FLUX.1-dev"], *more]
+    ranks.run(compare_stages, 4, 4, arguments, "gpu=2")

@@ -1,95 +1,67 @@
-"""Codecs in xDiT's transformers on real ranks: planned reference memory, schedule files, budgets and log messages."""
+"""Codecs in xDiT's transformers on real ranks: planned reference memory, budgets and log messages."""
 
 import re
 from typing import Any
 
-import pytest
 import torch
 
 from tests import ranks
-from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 
-STEPS = 4
+STEPS, DEGREE = 4, 2
 
 
 class SmallRuns:
     """Runs of a small transformer, with log messages and reference memory."""
 
-    def __init__(self, rank: int, degree: int, model: str) -> None:
+    def __init__(self, rank: int) -> None:
         from tests.small_transformers import MODELS, prepare_ranks
 
-        prepare_ranks(rank, degree)
-        self.small, self.degree = MODELS[model](), degree
+        prepare_ranks(rank, DEGREE)
+        self.small = MODELS["HunyuanVideo"](text=8)
 
     def use(self, **options: Any) -> None:
-        from xfuser import xFuserArgs
-        from xfuser.core.distributed import initialize_runtime_state
-
+        from tests.small_transformers import use
         from xfuser_cocodiff.xdit.session.session import active
 
-        options = {"use_cocodiff": True, "cocodiff_mode": "balanced", "cocodiff_slow_axes": "node", **options}
-        options |= {"cocodiff_topology": f"node={self.degree}", "cocodiff_a2a": "flat"}
-        config, _ = xFuserArgs(model="small", ulysses_degree=self.degree, **options).create_config()
-        initialize_runtime_state(self.small.pipeline, config)
-        self.small.ready()
+        flat = {"topology": f"node={DEGREE}", "a2a": "flat", "slow_axes": "node"}
+        use(self.small, DEGREE, mode="balanced", **flat, **options)
         self.runtime, self.logged = active().runtime, []
-        if self.runtime:
-            self.runtime.reporter.info = self.runtime.reporter.warn = self.logged.append
+        self.runtime.reporter.info = self.runtime.reporter.warn = self.logged.append
 
-    @torch.no_grad()
-    def run(self, branches: int = 1) -> tuple[list[int], list[int]]:
+    def run(self) -> tuple[list[int], list[int]]:
         """Return planned and allocated reference bytes after each step."""
         import xfuser_cocodiff
 
-        planned, latents = [], self.small.start
+        planned = []
         with xfuser_cocodiff.run(STEPS) as run:
-            for step in range(STEPS):
-                time = torch.full((self.small.batch,), 1 - step / STEPS)
-                velocities = [self.small.velocity(latents, time) for _ in range(branches)]
-                latents = latents - velocities[0] / STEPS
-                if step == STEPS - 1:
-                    planned.append(self.runtime.store.planned_bytes)
+
+            def end_step() -> None:
+                planned.append(self.runtime.store.planned_bytes)
                 run.step()
-                if step < STEPS - 1:
-                    planned.append(self.runtime.store.planned_bytes)
-        self.latents = latents
+
+            self.latents = self.small.denoise(STEPS, end_step)
         return planned, [report.reference_bytes for report in self.runtime.reports]
 
 
-def reference_bytes(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
-    runs = SmallRuns(rank, 2, model)
+def reference_bytes(rank: int) -> tuple[list[int], list[int], list[str]]:
+    runs = SmallRuns(rank)
     runs.use()
     return *runs.run(), runs.logged
 
 
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    slow_but(
-        [("Klein", 6)],
-        [
-            ("Klein", 6),
-            ("Krea2", 2),
-            ("MiniMaxH3Fused", 2),
-            ("Wan", 2),
-            ("HunyuanVideo", 4),
-            ("LTX2", 2),
-            ("ZImage", 4),
-        ],
-    ),
-)
-def test_planned_reference_bytes_equal_allocated_bytes(model: str, layers: int) -> None:
-    for planned, allocated, logged in ranks.run(reference_bytes, 2, model):
+def test_planned_reference_bytes_equal_allocated_bytes() -> None:
+    for planned, allocated, logged in ranks.run(reference_bytes, 2):
         assert set(planned) == {allocated[-1]} and allocated[-1] > 0
-        assert [line for line in logged if line.startswith(f"link references of {layers} layers: ")], logged
+        assert [line for line in logged if line.startswith("link references of 4 layers: ")], logged
 
 
 def run_with_budgets(rank: int) -> list[tuple[list[int], list[str], list[int], int, torch.Tensor]]:
     """Return memory, log messages, lossless layers, bytes and latents with all memory, with 60% and with 20% of it."""
-    runs, found, full_bytes = SmallRuns(rank, 2, "Klein"), [], None
+    runs, found, full_bytes = SmallRuns(rank), [], None
     for fraction in (1, 0.6, 0.2):  # unlimited, no predictions, and some layers without references
         # Without V-First: V as a message of its own has a flag, and the tuner's choice would show in the bytes.
-        runs.use(cocodiff_memory_budget=full_bytes and full_bytes * fraction / 2**30, cocodiff_v_first="off")
+        runs.use(memory_budget=full_bytes and full_bytes * fraction / 2**30, v_first="off")
         for _ in range(2):
             runs.logged.clear()
             _, sizes = runs.run()
@@ -108,9 +80,9 @@ def test_memory_budgets_take_predictions_first_and_references_then() -> None:
             assert fraction == 1 or max(sizes) <= fraction * full_bytes  # without a limit, values are kept in step 0
             assert not any(exact)
             # Warned in the second run of a session too.
-            is_short = any(re.search("[1-6] of 6 layers have none and send 8 bits", line) for line in logged)
+            is_short = any(re.search("[1-4] of 4 layers have none and send 8 bits", line) for line in logged)
             assert is_short == (fraction == 0.2), logged
-            assert sent > 1.05 * full_sent if fraction == 0.2 else sent > 0.9 * full_sent
+            assert sent > 1.02 * full_sent if fraction == 0.2 else sent > 0.9 * full_sent
             assert decibels(latents, full) > 20
 
 
@@ -119,8 +91,8 @@ def run_by_free_memory(rank: int) -> tuple[int, int, float]:
     from xfuser_cocodiff.engine.compression import reference_memory
     from xfuser_cocodiff.engine.topology.device_memory import DeviceMemory
 
-    runs = SmallRuns(rank, 2, "Klein")
-    runs.use(cocodiff_v_first="off")
+    runs = SmallRuns(rank)
+    runs.use(v_first="off")
     _, sizes = runs.run()
     full, free = runs.latents, sizes[-1] * (1.0, 0.2)[rank]
     full_bytes = sum(report.sent_bytes for report in runs.runtime.reports)
@@ -135,4 +107,4 @@ def test_ranks_with_different_free_memory_code_the_same_layers() -> None:
     first, second = ranks.run(run_by_free_memory, 2)
     assert first == second
     full_bytes, sent_bytes, quality = first
-    assert sent_bytes > 1.05 * full_bytes and quality > 20  # most layers send 8 bits at all steps
+    assert sent_bytes > 1.02 * full_bytes and quality > 20  # some layers send 8 bits at all steps
