@@ -11,7 +11,7 @@ from tests.quick import slow_but
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 DTYPES = (torch.float32, torch.bfloat16)
-TOPOLOGIES = {2: ["2x1", "flat"], 4: ["2x2", "4"], 6: ["3x2"], 8: ["2x2x2", "2x4"]}
+TOPOLOGIES = {4: ["2x2", "4"], 8: ["2x2x2", "2x4"]}
 
 
 def start(rank: int, ring: int = 1) -> None:
@@ -88,38 +88,8 @@ def test_all_to_all_equals_stock(degree: int) -> None:
     ranks.run(check_usp, degree, TOPOLOGIES[degree])
 
 
-@pytest.mark.parametrize(("world_size", "topology"), slow_but([(4, "2x1")], [(4, "2x1"), (8, "2x2")]))
-def test_all_to_all_in_a_ring_equals_stock(world_size: int, topology: str) -> None:
-    ranks.run(check_usp, world_size, [topology], 2)
-
-
-def errors_of(rank: int) -> list[tuple[str, str]]:
-    """Return the errors of patched and stock functions on unsupported tensors."""
-    from xfuser.model_executor.layers import usp
-
-    start(rank)
-    use("2x1")
-    q, odd, flat = torch.zeros(1, 4, 2, 2), torch.zeros(1, 3, 3, 2), torch.zeros(4, 2, 2)
-    errors = []
-    for function, tensors in (
-        (usp._ft_c_input_all_to_all, (odd,)),
-        (usp._ft_c_input_all_to_all, (flat,)),
-        (usp._ft_c_output_all_to_all, (odd,)),
-        (usp._combined_qkv_all_to_all, (odd, odd, odd)),
-        (usp._combined_qkv_all_to_all, (q, q[:, :2], q[:, :2])),
-        (usp._combined_gqa_qkv_all_to_all, (q, q[:, :2], q)),
-        (usp._combined_gqa_qkv_all_to_all, (q, q[:, :2], q[:, :2], q[:, :2])),
-    ):
-        for call in (function, function.__wrapped__):
-            with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
-                call(*tensors)
-            errors.append(f"{type(caught.value).__name__}: {caught.value}")
-    return list(zip(errors[::2], errors[1::2], strict=True))
-
-
-def test_unsupported_tensors_raise_stocks_errors() -> None:
-    for pairs in ranks.run(errors_of, 2):
-        assert [ours for ours, _ in pairs] == [stock for _, stock in pairs]
+def test_all_to_all_in_a_ring_equals_stock() -> None:
+    ranks.run(check_usp, 4, ["2x1"], 2)
 
 
 def test_codecs_are_inactive_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,17 +98,13 @@ def test_other_bits_on_one_rank_lead_to_heads_on_all(odd_ranks: tuple[int, ...])
         assert len({*lines}) == 1 and "K and V are not gathered" in lines[0]  # logged once for each session
 
 
-def choose(
-    rank: int, paying_ranks: tuple[int, ...], odd_ranks: tuple[int, ...], overlap: Overlap | None = None
-) -> tuple[bool, list, list[str]]:
+def choose(rank: int, paying_ranks: tuple[int, ...], odd_ranks: tuple[int, ...]) -> tuple[bool, list, list[str]]:
     """Return the same where the planner decides, by a prediction that differs between ranks."""
     run, links = Run(rank, rank in odd_ranks), profile_of([2], [1e3], latency=0.0, launch=0.0)
     pays = mock.patch.object(plan_selection.planner, "gather_pays", lambda *_: rank in paying_ranks)
     axes = mock.patch.object(plan_selection, "_gathered_axes", lambda *_: (links.topology.axes[0].name,))
     with pays, axes:
-        session, is_stocks = run.session(
-            CocoDiffConfig(topology=links.topology, overlap=overlap or Overlap()), TuningCache({}, links)
-        )
+        session, is_stocks = run.session(CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     return is_stocks, candidates(session), run.lines
 
 
@@ -125,10 +121,3 @@ def test_planner_adds_a_candidate_if_it_pays_and_keeps_bits_on_all_ranks(
         for schedules in found:
             assert any(gathers for _, gathers in schedules) == is_candidate
             assert not all(gathers for _, gathers in schedules)
-
-
-def test_a_set_number_of_head_groups_holds_for_gathers() -> None:
-    for is_stocks, found, _ in ranks.run(choose, 2, (0, 1), (), Overlap(head_groups=2)):
-        assert is_stocks
-        assert {groups for each in found for groups, _ in each} == {2}
-        assert all((2, True) in each for each in found)

@@ -1,4 +1,4 @@
-"""Head groups of coded layers that gather K and V, on real ranks: outputs, messages, references, and their choice."""
+"""Head groups of coded layers that gather K and V, on real ranks: outputs and references."""
 
 import torch
 
@@ -43,36 +43,3 @@ def test_another_number_restarts_references_with_a_keyframe_that_is_not_timed() 
         assert [counts for _, counts, _ in steps] == [{1}, {1}, {2}, {2}, {1}, {1}]
         assert [is_timed for *_, is_timed in steps] == [False, True, False, True, False, True]
         assert all(error < 0.05 for error, *_ in steps)
-
-
-def two_branches(rank: int) -> tuple[list[set[int]], set[float]]:
-    """Return the numbers of head groups in each step, and at last the weights of the leading branch in the other one,
-    where both branches were tuned by themselves and chose different numbers."""
-    run = Run(rank, Case(topology="node=2"))
-    session, found = run.session("balanced", None, schedule="bits=8"), []
-    session.schedule_tuner = None
-    session.begin_run(6)
-    for step in range(6):
-        signatures = session.layers.signatures
-        if step == 2:
-            longest_first = sorted(signatures, key=lambda each: each.sizes, reverse=True)
-            for signature, groups in zip(longest_first, (2, 1), strict=True):
-                signature.candidates = ScheduleCandidates([signature.candidates.schedule._replace(groups=groups)])
-                signature.is_same[groups, False] = True
-        with torch.no_grad():
-            for branch in (run.shards[0], run.shards[0][:, ::2]):
-                run.transformer(branch * (1 + 0.1 * step))
-        found.append(counts_of(session))
-        for signature in signatures:
-            if signature.candidates:
-                signature.candidates.end_step()
-        if step == 5:
-            states = [state for (_, branch), state in session.runtime.store.states.items() if branch]
-            differences = {each.sent.is_difference for state in states for each in state.link_states.values()}
-        session.end_step()
-    return found, differences
-
-
-def test_branches_of_other_lengths_have_numbers_of_their_own() -> None:
-    for counts, differences in ranks.run(two_branches, 2):
-        assert counts == [{1}] * 2 + [{1, 2}] * 4 and differences == {False}

@@ -233,9 +233,6 @@ def run_both(rank: int, case: Case) -> dict[str, tuple[float, list[list[int]], b
 
 CASES = {
     "divisible": Case(),
-    "six heads on four ranks": Case(6, 6),
-    "three heads": Case(3, 3),
-    "two heads": Case(2, 2),
     "two heads on four nodes, by heads padded to four": Case(2, 2, topology="node=4"),
     "grouped heads": Case(12, 4),
     "three grouped heads": Case(6, 3),
@@ -244,12 +241,9 @@ CASES = {
     "mask of keys": Case(mask=(2, 1, 1, TOKENS)),
     "per-query mask": Case(mask=(TOKENS, TOKENS), gathers=False),
     "causal": Case(options={"is_causal": True}, gathers=False),
-    "dense backend": Case(backend="FLASH_3"),
     "quantizing backend": Case(backend="SAGE", is_quantized=True),
     "sparse backend": Case(backend="FLEX_BLOCK_ATTN", gathers=False),
-    "sparse backend, by its second name": Case(backend="AITER_SPARSE_SAGE", gathers=False),
     "two ranks": Case(3, 3, topology="node=2"),
-    "two ranks, text behind": Case(3, 3, joint="rear", topology="node=2"),
 }
 QUICK = ["text behind, six heads", "sparse backend", "two ranks"]
 

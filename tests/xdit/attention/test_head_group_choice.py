@@ -11,7 +11,6 @@ import torch
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
-from tests.quick import slow
 from tests.xdit.attention.test_overlap import depend_on_heads, start, use_config
 from tests.xdit.session.test_schedule_tuner import FakeClock
 from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
@@ -55,10 +54,10 @@ class Run:
         return found
 
 
-def tune(rank: int, seconds: dict[int, float], is_accelerator: bool, options: dict) -> tuple[list, list]:
+def tune(rank: int, seconds: dict[int, float]) -> tuple[list, list]:
     """Return the candidates' numbers of head groups, and those chosen in the end, by signature."""
-    run = Run(rank, seconds, **options)
-    with mock.patch.object(plan_selection, "devices", ACCELERATOR if is_accelerator else plan_selection.devices):
+    run = Run(rank, seconds)
+    with mock.patch.object(plan_selection, "devices", ACCELERATOR):
         session = run.session()
     run.steps(session, 3 + 16)
     signatures = list(session.layers.signatures)
@@ -70,25 +69,10 @@ def tune(rank: int, seconds: dict[int, float], is_accelerator: bool, options: di
 
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
-    [({1: 1.0, 2: 0.9, 4: 0.8}, 4), slow({1: 1.0, 2: 0.8, 4: 0.9}, 2), ({1: 1.0, 2: 1.1, 4: 1.2}, 1)],
+    [({1: 1.0, 2: 0.9, 4: 0.8}, 4), ({1: 1.0, 2: 1.1, 4: 1.2}, 1)],
 )
 def test_accelerators_choose_the_number_of_head_groups_by_steps(seconds: dict[int, float], chosen: int) -> None:
-    assert ranks.run(tune, 2, seconds, True, {}) == [([[1, 1, 2, 4]] * 2, [chosen] * 2)] * 2
-
-
-@pytest.mark.parametrize(
-    ("is_accelerator", "options"),
-    [
-        (False, {}),
-        slow(True, {"overlap": Overlap(v_first=True)}),
-        (True, {"mode": "paper", "slow_axes": ("node",)}),  # it does not gather K and V
-    ],
-)
-def test_nothing_is_tried_on_cpus_in_coded_all_to_alls_or_where_overlap_is_set(
-    is_accelerator: bool, options: dict
-) -> None:
-    for candidates, _ in ranks.run(tune, 2, {1: 1.0}, is_accelerator, options):
-        assert {number for numbers in candidates for number in numbers} == {1}
+    assert ranks.run(tune, 2, seconds) == [([[1, 1, 2, 4]] * 2, [chosen] * 2)] * 2
 
 
 def tune_with_odd_ranks(rank: int, odd: str) -> list[tuple[set[int], tuple[int, ...]]]:

@@ -1,6 +1,5 @@
 """Ulysses x Ring on real ranks in both placements, against attention over whole tensors and against stock."""
 
-from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,22 +110,8 @@ def test_computed_lse_equals_flash_attention(
     assert torch.allclose(found.double(), scores.logsumexp(-1), atol=1e-5)
 
 
-def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
-    start(rank, options, world, ring)
-    mesh = active().mesh
-    return members()[0], str(mesh.topology) if mesh else "stock"
-
-
-def test_groups_and_topology_of_both_placements() -> None:
-    exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
-    whole = ring_options("inner", **exact)
-    assert ranks.run(groups_of, WORLD, WORLD, RING, whole)[1] == ([1, 3], "node=2")
-    del whole["cocodiff_ring"]
-    assert ranks.run(groups_of, WORLD, WORLD, RING, whole)[1] == ([0, 1], "gpu=2")
-
-
-def groups_before_config(rank: int) -> tuple[str, list[str]]:
-    """Make process groups before the config, as some scripts do."""
+def groups_before_config(rank: int) -> tuple[bool, list[str]]:
+    """Make process groups before the config, as some scripts do, and return whether stock runs, and the log."""
     import logging
 
     from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
@@ -137,12 +122,13 @@ def groups_before_config(rank: int) -> tuple[str, list[str]]:
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
     init_distributed_environment(rank=rank, world_size=WORLD)
     initialize_model_parallel(sequence_parallel_degree=WORLD, ulysses_degree=ULYSSES, ring_degree=RING)
-    return groups_of(rank, WORLD, RING, ring_options("inner"))[1], said
+    start(rank, ring_options("inner"))
+    return active().mesh is None, said
 
 
 def test_groups_of_the_other_placement_fall_back_to_stock() -> None:
     found = ranks.run(groups_before_config, WORLD)
-    assert [topology for topology, _ in found] == ["stock"] * WORLD
+    assert all(is_stock for is_stock, _ in found)
     assert "process groups of an earlier engine, with --cocodiff_ring outer" in found[0][1][0]
 
 
@@ -189,46 +175,30 @@ def test_groups_of_a_ring_agree_on_measured_links(tmp_path: Path) -> None:
     assert len({plan for plan, _ in again}) == 1 and not any(taken for _, taken in again)
 
 
-def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return stock's latents, which exact mode must equal, and the PSNR in dB of two lossy modes."""
+def whole_pipeline(rank: int, placement: str) -> tuple[torch.Tensor, float]:
+    """Return stock's latents, which exact mode must equal, and the PSNR in dB of a lossy mode with two slow axes."""
     flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
     degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
-    run = LossyRun(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
-    assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
-    axis = "node" if placement == "inner" else "gpu"
+    run = LossyRun(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
+    axis, around = ("node", "gpu") if placement == "inner" else ("gpu", "node")
     exact = run()
     assert {axis for stage in used_axes() for axis in stage.split("+")} == {"node", "gpu"}
     run.use_plugin(None)
     stock = run()
     assert used_axes() == set()
     assert torch.equal(exact, stock)
-    found, around = {}, "gpu" if placement == "inner" else "node"
-    for mode in ("balanced", "fast"):
-        for slow in ((axis,), (around,), (axis, around)):
-            run.use_mode(mode, f"{axis}=2", slow_axes=slow, ring=placement, ring_topology=Topology.parse(f"{around}=2"))
-            found[mode, slow] = decibels(run(), stock)
-            reports = run.runtime.reports
-            assert len(reports) == STEPS
-            later = [(report.sent_bytes, report.exact_bytes) for report in reports[1:]]
-            assert all(0 < sent < 0.5 * whole for sent, whole in later)
-    return stock, found
+    ring_topology = Topology.parse(f"{around}=2")
+    run.use_mode("balanced", f"{axis}=2", slow_axes=(axis, around), ring=placement, ring_topology=ring_topology)
+    latents, reports = run(), run.runtime.reports
+    assert len(reports) == STEPS
+    assert all(0 < report.sent_bytes < 0.5 * report.exact_bytes for report in reports[1:])
+    return stock, decibels(latents, stock)
 
 
 @pytest.mark.slow  # test_attention_in_a_ring_equals_stock has no pipeline
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # sharded and replicated text
-def test_pipeline_in_a_ring_equals_stock(model: str) -> None:
-    outer, inner = (ranks.run(whole_pipeline, WORLD, model, placement) for placement in PLACEMENTS)
-    for (here, qualities), (there, others) in zip(outer, inner, strict=True):
+def test_pipeline_in_a_ring_equals_stock() -> None:
+    outer, inner = (ranks.run(whole_pipeline, WORLD, placement) for placement in PLACEMENTS)
+    for (here, quality), (there, other) in zip(outer, inner, strict=True):
         assert decibels(there, here) > 90  # the same picture, except for the order of K and V
-        for found in (qualities, others):
-            for slow in {slow for _, slow in found}:
-                assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
-
-
-def test_attention_on_a_cpu_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA build of PyTorch has cuDNN also on a machine without a GPU."""
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    config, backends = SimpleNamespace(ring_degree=1), Enum("AttentionBackendType", ["SDPA", "SDPA_FLASH", "CUDNN"])
-    state = SimpleNamespace(parallel_config=config, attention_backend=backends.CUDNN)
-    assert attention_kernels._select_with_lse(lambda *_: None)(state).name == "SDPA"
+        assert 20 < min(quality, other) < 60
