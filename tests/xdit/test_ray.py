@@ -1,4 +1,4 @@
-"""xDiT's Ray pipeline on a private Ray cluster: without the plugin, with its flags, and with its variables."""
+"""xDiT's Ray pipeline on a private Ray cluster with the plugin's flags; test_http_service has its variables."""
 
 import importlib.util
 import json
@@ -19,7 +19,6 @@ ARGUMENTS = [
     *("--use_ray", "--ray_world_size", "2", "--coco_path", "picture.png"),
 ]
 FLAGS = ["--use_cocodiff", "--cocodiff_topology", "2x1", "--cocodiff_a2a", "hierarchical", "--cocodiff_mode", "exact"]
-VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1", "COCODIFF_MODE": "exact"}
 STOCK_VARIABLES = {
     "COCODIFF_DISABLE": "1",
     "PYTHONPATH": str(STOCK),
@@ -50,17 +49,14 @@ def launch(folder: Path, ray_folder: str, flags: list[str], **variables: str) ->
     return Image.open(folder / "picture.png")
 
 
-@pytest.mark.slow  # the patches for it are tested below
+@pytest.mark.slow  # it starts a Ray cluster twice
 @pytest.mark.alone  # Ray fails if its own processes take more than seconds to start
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (pip install '.[serve]')")
 def test_ray_workers_use_the_plugin_and_equal_stock(hub: Path, tmp_path: Path, ray_folder: str) -> None:
     stock = launch(tmp_path / "stock", ray_folder, [], **STOCK_VARIABLES)
-    cases = {"flags": (FLAGS, {}), "variables": ([], VARIABLES), "installed": ([], {})}
-    for name, (flags, variables) in cases.items():
-        folder = tmp_path / name
-        picture = launch(folder, ray_folder, flags, COCODIFF_RECORD=str(folder / "record"), **variables)
-        assert ImageChops.difference(picture, stock).getbbox() is None, name
-        topology = None if name == "installed" else "node=2,gpu=1"
-        for rank in range(2):
-            record = json.loads((folder / f"record/rank{rank}.json").read_text())
-            assert (record["rank"], record["degree"], record["topology"]) == (rank, 2, topology), name
+    record = tmp_path / "record"
+    picture = launch(tmp_path / "flags", ray_folder, FLAGS, COCODIFF_RECORD=str(record))
+    assert ImageChops.difference(picture, stock).getbbox() is None
+    for rank in range(2):
+        found = json.loads((record / f"rank{rank}.json").read_text())
+        assert (found["rank"], found["degree"], found["topology"]) == (rank, 2, "node=2,gpu=1")

@@ -29,7 +29,7 @@ class TwoLayers:
     """
 
     def __init__(self, rank: int) -> None:
-        self.group, self.transformer, step = start(rank, depth=2)
+        self.group, self.transformer, step = start(rank, depth=2, text_tokens=5)  # which every rank has
         self._given, self.gathered = inputs_of(self.transformer, step), []
 
     @torch.no_grad()
@@ -69,5 +69,5 @@ def test_two_compiled_layers_equal_eager_mode() -> None:
         assert len(eager) == len(compiled) == STEPS and is_reproducible
         assert max(sent / exact for sent, exact, _ in compiled[1:]) < 0.5
         for expected, step in zip(eager, compiled, strict=True):
-            assert step[:2] == pytest.approx(expected[:2], rel=2e-2)
+            assert step[:2] == pytest.approx(expected[:2], rel=5e-2)  # V is in a message of its own, or not
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)

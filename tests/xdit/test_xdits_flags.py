@@ -15,15 +15,9 @@ pytestmark = pytest.mark.usefixtures("hub")
 
 FLAGS = [
     "--use_parallel_vae",
-    "--use_vae_channels_last_format",
-    "--enable_slicing",
-    "--enable_tiling",
-    "--batch_size 2",
-    "--warmup_calls 1",
-    "--num_iterations 2",
+    "--use_vae_channels_last_format --enable_slicing --enable_tiling --batch_size 2",
+    "--warmup_calls 1 --num_iterations 2 --profile",
     "--attention_backend sdpa_math",
-    "--use_teacache",
-    "--profile",
     "--use_spargeattn_head_balance",
 ]
 

@@ -29,13 +29,16 @@ from xfuser_cocodiff.xdit.session.session import Session
 from xfuser_cocodiff.xdit.settings.config import CocoDiffConfig, Overlap
 
 
-def start(rank: int, depth: int = 6) -> tuple:
-    """Return the group of all ranks, a FLUX.1 with double and single blocks, and a function that runs one step."""
+def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
+    """Return the group of all ranks, a FLUX.1 with double and single blocks, and a function that runs one step.
+
+    The text is sharded, unless it has a number of tokens that is not divisible.
+    """
     from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # not used: the ranks have a store already
     group, doubles = bare_runtime.start(), max(1, depth // 3)
-    text = math.ceil(64 / group.size()) * group.size()
+    text = text_tokens or math.ceil(64 / group.size()) * group.size()
     bare_runtime.init_runtime_state(8, text)
     torch.manual_seed(0)
     transformer = xFuserFlux1Transformer2DWrapper(
