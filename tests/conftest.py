@@ -69,7 +69,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def hub() -> Path:
     """HF_HOME with small models of the paper's families; tests of other families add theirs."""
-    from models import hub
+    from small_models import hub
 
     folder = Path(os.environ["HF_HOME"])
     done = folder / "written"

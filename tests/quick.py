@@ -26,20 +26,6 @@ def in_turn(cases: Iterable[tuple], values: Iterable) -> list:
     return slow_but(quick, [(*case, value) for case in cases for value in values])
 
 
-def pairwise(cases: Iterable[tuple[Hashable, ...]]) -> list:
-    """Return few cases that cover every combination of three values; the quick ones cover every combination of two."""
-    cases = list(cases)
-    quick = list(covering(cases, 2))
-    return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 3)]))
-
-
-def once(cases: Iterable[tuple[Hashable, ...]]) -> list:
-    """Return few cases that cover every combination of three values; the quick ones have every value at least once."""
-    cases = list(cases)
-    quick = list(covering(cases, 1))
-    return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 3)]))
-
-
 def covering(cases: Iterable[tuple[Hashable, ...]], together: int) -> Iterator[tuple[Hashable, ...]]:
     """Yield few of the cases that together contain every combination of `together` values of a case."""
     cases = list(cases)

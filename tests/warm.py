@@ -15,7 +15,7 @@ for name in (
     "tests.ranks",
     "tests.small_transformers",
     "xfuser_cocodiff.tools.comparison.quality",
-    *(f"models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
+    *(f"small_models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)
 # Probes of links within one machine with larger messages would take most of a session's start and show nothing.

@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="cocodiff-soak-", ignore_cleanup_errors=True) as folder:
         models = Path(folder, "models")
         job.prepare(models)
-        from models import hub
+        from small_models import hub
         from xfuser_cocodiff.tools.reporting import record_header
 
         hub.write_cache(models, MODELS)

@@ -55,7 +55,7 @@ def page() -> str:
 def test_both_parts_run_the_same_command(run: Callable, capsys: pytest.CaptureFixture) -> None:
     status, (first, second), [models, tried] = run()
     assert status == 0 and page() == "part 2"
-    assert models[1:3] == ["-m", "models"] and models[-1] == "FLUX.1-dev"
+    assert models[1:3] == ["-m", "small_models"] and models[-1] == "FLUX.1-dev"
     assert first.xdit_arguments == second.xdit_arguments == [*demo.ARGUMENTS]
     assert (first.modes, second.modes) == ((), ("exact", "balanced", "fast"))
     assert "torch.distributed.run" in first.launcher and first.out != second.out

@@ -10,8 +10,8 @@ from diffusers import (
 )
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
-from models import tokenizers, weights
-from models.wan import LATENT_CHANNELS, SIZES, autoencoder, scheduler, text_encoder
+from small_models import tokenizers, weights
+from small_models.wan import LATENT_CHANNELS, SIZES, autoencoder, scheduler, text_encoder
 
 ENCODER_WIDTH = 32
 MASK_CHANNELS, VACE_MASK_CHANNELS = 4, 64

@@ -19,7 +19,7 @@ from xfuser.core.distributed import (
     initialize_runtime_state,
 )
 
-from models import weights
+from small_models import weights
 from tests.sizes import build
 
 STEPS = 2

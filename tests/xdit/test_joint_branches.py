@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models import hub
+from small_models import hub
 from tests import ranks
 from tests.engine.compression.test_joint_branches import assert_equal_ends, ends
 from tests.xdit.test_approximation import LossyRun, decibels

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import hub
+from small_models import hub
 from tests import pipefusion_over_gloo, ranks
 from tests.quick import slow_but
 from tests.small_pipelines import wan

@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     if (ranks := command_line.num_ranks(arguments)) % 2:
         return fail(f"the demo divides the ranks over two nodes: {ranks} ranks are not valid; valid are even numbers")
     if subprocess.run(
-        [sys.executable, "-m", "models", "--out", hub, *([model] if model else [])], cwd=repository
+        [sys.executable, "-m", "small_models", "--out", hub, *([model] if model else [])], cwd=repository
     ).returncode:
-        return fail(f"no small model {model}; `python -m models --help` lists them")
+        return fail(f"no small model {model}; `python -m small_models --help` lists them")
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         os.environ.pop(name, None)
     # Cached profiles and schedules of earlier runs are not used, so that every demo measures a first run.
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def _repository() -> Path | None:
     """Return the folder of the repository; None where there are no small models."""
     places = Path(__file__).parents[2], Path.cwd()
-    return next((place for place in places if (place / "models/hub.py").is_file()), None)
+    return next((place for place in places if (place / "small_models/hub.py").is_file()), None)
 
 
 def _compare(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import hub
+from small_models import hub
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.cli import quality as quality_command

@@ -3,8 +3,8 @@
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from models import captions, tokenizers, wan
-from models.parts import TEXT_WIDTH
+from small_models import captions, tokenizers, wan
+from small_models.parts import TEXT_WIDTH
 
 LATENT_CHANNELS = 8
 

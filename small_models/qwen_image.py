@@ -22,8 +22,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from models import tokenizers, weights
-from models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens
+from small_models import tokenizers, weights
+from small_models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens
 
 LATENT_CHANNELS = 8
 # Tokens of the input image in Edit's text encoder; a token is four patches of 14 x 14 pixels.

@@ -16,8 +16,8 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
-from models import tokenizers, weights
-from models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, clip_encoder, t5_encoder
+from small_models import tokenizers, weights
+from small_models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, clip_encoder, t5_encoder
 
 
 def transformer(heads: int = 8, rope: tuple[int, ...] = (0, 8, 8)) -> FluxTransformer2DModel:

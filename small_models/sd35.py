@@ -4,7 +4,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
-from models import flux1, parts, tokenizers
+from small_models import flux1, parts, tokenizers
 
 HEADS, HEAD_DIM = 8, 16
 # The two CLIP encoders together are as wide as T5; the pipeline would pad the narrower of the two.

@@ -14,8 +14,8 @@ from transformers import (
     Qwen2_5_VLTextModel,
 )
 
-from models import tokenizers, weights
-from models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens, t5_encoder
+from small_models import tokenizers, weights
+from small_models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens, t5_encoder
 
 LATENT_CHANNELS = 8
 # The pipeline drops the tokens of its system message, 108 with the real tokenizer. The template below has as many.

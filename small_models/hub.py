@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models import slices
+from small_models import slices
 
 _HERE = Path(__file__).parent
 SHIPPED = {
@@ -137,7 +137,7 @@ def _copy_shipped(name: str) -> Callable[[Path], None]:
 def _save_random(module: str, pipeline: str = "pipeline") -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         # Imported only when the model is requested, since it imports all of diffusers.
-        getattr(import_module(f"models.{module}"), pipeline)().save_pretrained(folder)
+        getattr(import_module(f"small_models.{module}"), pipeline)().save_pretrained(folder)
 
     return write
 

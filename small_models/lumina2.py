@@ -3,8 +3,8 @@
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerBase
 
-from models import tokenizers, weights
-from models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, decoder_sizes
+from small_models import tokenizers, weights
+from small_models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, decoder_sizes
 
 HEADS, HEAD_DIM = 24, 8
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
-from models.captions import CORPUS
+from small_models.captions import CORPUS
 
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 # Words that chat templates put at the start of a line. With one token each, the system message of Qwen-Image has the 34

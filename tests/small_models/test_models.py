@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from transformers import AutoTokenizer
 
-from models import __main__ as command
-from models import captions, hub, tokenizers
+from small_models import __main__ as command
+from small_models import captions, hub, tokenizers
 from tests.quick import slow_but
 
 # The models
@@ -112,7 +112,7 @@ def test_unknown_name_is_an_error_before_anything_is_written(tmp_path):
 
 
 def test_the_command_writes_a_model_by_name(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["models", "--out", str(tmp_path), "SD3.5"])
+    monkeypatch.setattr(sys, "argv", ["small_models", "--out", str(tmp_path), "SD3.5"])
     assert command.main() == 0
     assert f"HF_HOME={tmp_path}" in capsys.readouterr().out
     assert [each.name for each in (tmp_path / "hub").iterdir()] == ["models--stabilityai--stable-diffusion-3.5-large"]

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from models import tokenizers, weights
-from models.parts import decoder_sizes, qwen_tokens
+from small_models import tokenizers, weights
+from small_models.parts import decoder_sizes, qwen_tokens
 
 TEXT_WIDTH = 32
 # The pipelines stack hidden states 10, 20 and 30 of their text encoders; klein's stacks 9, 18 and 27.

@@ -5,8 +5,8 @@ from typing import Any
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
-from models import tokenizers, weights
-from models.parts import LATENT_CHANNELS, TEXT_WIDTH, t5_sizes
+from small_models import tokenizers, weights
+from small_models.parts import LATENT_CHANNELS, TEXT_WIDTH, t5_sizes
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 24,

@@ -1,17 +1,17 @@
-"""Writes small models under the names of the real ones: `python -m models --out DIR [NAME ...]`."""
+"""Writes small models under the names of the real ones: `python -m small_models --out DIR [NAME ...]`."""
 
 import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from models import hub
+from small_models import hub
 
 
 def main() -> int:
     """Write the models that the command line names, print how to use them, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m models",
+        prog="python -m small_models",
         description="Writes small models, under the names of the real ones, as a Hugging Face cache.",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder of the cache, for HF_HOME")

@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
-from models import hub
+from small_models import hub
 from tests.quick import slow_but
 
 SMALL = {"height": 128, "width": 128}

@@ -1,4 +1,0 @@
-"""Small models with the names and classes of real ones, to run and test xDiT without downloads or accelerators.
-
-They are in the repository and not in the wheel: `python -m models --out DIR` writes them, `cocodiff demo` runs one.
-"""
