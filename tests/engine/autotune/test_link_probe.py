@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff.engine.attention.reshard import reshard
-from xfuser_cocodiff.engine.autotune import link_probe, plan_selection, timing
+from xfuser_cocodiff.engine.autotune import comm_setup, link_probe, timing
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -51,7 +51,7 @@ def stages_of(rank: int, profile: Profile | None, plan: str | None) -> tuple[lis
     """Return the stages of a small and of a large all-to-all."""
     topology = Topology.parse("2x2", 4)
     config = CommConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
-    mesh = plan_selection.set_up_comm(dist.group.WORLD, config, CPU).mesh
+    mesh = comm_setup.set_up_comm(dist.group.WORLD, config, CPU).mesh
     stages = []
     for tokens in (1, 4096):
         tensor = torch.randn(1, 4, tokens, 4)

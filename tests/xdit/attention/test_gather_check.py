@@ -10,7 +10,7 @@ import torch
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import start, use_config
-from xfuser_cocodiff.engine.autotune import plan_selection
+from xfuser_cocodiff.engine.autotune import comm_setup
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -101,8 +101,8 @@ def test_other_bits_on_one_rank_lead_to_heads_on_all(odd_ranks: tuple[int, ...])
 def choose(rank: int, paying_ranks: tuple[int, ...], odd_ranks: tuple[int, ...]) -> tuple[bool, list, list[str]]:
     """Return the same where the planner decides, by a prediction that differs between ranks."""
     run, links = Run(rank, rank in odd_ranks), profile_of([2], [1e3], latency=0.0, launch=0.0)
-    pays = mock.patch.object(plan_selection.planner, "gather_pays", lambda *_: rank in paying_ranks)
-    axes = mock.patch.object(plan_selection, "_gathered_axes", lambda *_: (links.topology.axes[0].name,))
+    pays = mock.patch.object(comm_setup.planner, "gather_pays", lambda *_: rank in paying_ranks)
+    axes = mock.patch.object(comm_setup, "_gathered_axes", lambda *_: (links.topology.axes[0].name,))
     with pays, axes:
         session, is_stocks = run.session(CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     return is_stocks, candidates(session), run.lines

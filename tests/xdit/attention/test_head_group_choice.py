@@ -13,7 +13,7 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import depend_on_heads, start, use_config
 from tests.xdit.session.test_schedule_tuner import FakeClock
-from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
+from xfuser_cocodiff.engine.autotune import comm_setup, tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.devices import Capabilities
 from xfuser_cocodiff.xdit.attention import eager_attention
@@ -57,7 +57,7 @@ class Run:
 def tune(rank: int, seconds: dict[int, float]) -> tuple[list, list]:
     """Return the candidates' numbers of head groups, and those chosen in the end, by signature."""
     run = Run(rank, seconds)
-    with mock.patch.object(plan_selection, "devices", ACCELERATOR):
+    with mock.patch.object(comm_setup, "devices", ACCELERATOR):
         session = run.session()
     run.steps(session, 3 + 16)
     signatures = list(session.layers.signatures)
@@ -80,7 +80,7 @@ def tune_with_odd_ranks(rank: int, odd: str) -> list[tuple[set[int], tuple[int, 
     from xfuser.model_executor.layers import usp as stock
 
     run = Run(rank, {1: 1.0, 2: 0.9, 4: 0.9})
-    with mock.patch.object(plan_selection, "devices", ACCELERATOR):
+    with mock.patch.object(comm_setup, "devices", ACCELERATOR):
         session = run.session()
     if odd == "links" and rank == 1:
         policy = session.mesh.policy
@@ -161,7 +161,7 @@ def use_cached(rank: int, folder: str, patch_attention: bool) -> tuple[list[str]
     from xfuser.model_executor.layers import usp as stock
 
     run = Run(rank, {1: 1.0, 2: 0.8, 4: 0.9})
-    with mock.patch.object(plan_selection, "devices", ACCELERATOR):
+    with mock.patch.object(comm_setup, "devices", ACCELERATOR):
         first = run.session(TuningCache({}, LINKS, folder=Path(folder) if rank == 0 else None))
         run.steps(first, 3 + 16)
         schedules = first.comm_setup.cache.schedules

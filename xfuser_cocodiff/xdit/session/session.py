@@ -12,7 +12,7 @@ import torch
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.attention.ulysses import UlyssesAttention
-from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
+from xfuser_cocodiff.engine.autotune.comm_setup import CommSetup
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.mesh import Mesh

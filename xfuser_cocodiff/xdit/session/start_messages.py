@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
+from xfuser_cocodiff.engine.autotune.comm_setup import CommSetup
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.compression.default_mode import EXACT, PAPER
 from xfuser_cocodiff.engine.topology.plans import GATHER

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
-from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_comm
+from xfuser_cocodiff.engine.autotune.comm_setup import CommSetup, set_up_comm
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm import plan_check

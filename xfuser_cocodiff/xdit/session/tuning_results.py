@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
+from xfuser_cocodiff.engine.autotune.comm_setup import CommSetup
 from xfuser_cocodiff.engine.compression.default_mode import EXACT
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature, LayerSignatures
 from xfuser_cocodiff.xdit.patching.log import warn_once

@@ -1,4 +1,4 @@
-"""Plan policies by the planner: the plan of each message size, and which tensors are sent early."""
+"""Plans by message size: policies of the planner, with a plan for each size, and which tensors are sent early."""
 
 import functools
 from collections.abc import Callable

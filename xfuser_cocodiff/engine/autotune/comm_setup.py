@@ -1,4 +1,4 @@
-"""Plan selection: the mesh of a group, with the plan for each message size and the slow axes."""
+"""Setup of communication: the mesh of a group, with the plan for each message size and the slow axes."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.autotune import link_probe, plan_policy
+from xfuser_cocodiff.engine.autotune import link_probe, plans_by_size
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -85,7 +85,7 @@ def set_up_comm(
 
     def part(part_group: dist.ProcessGroup, topology: Topology) -> Mesh:
         made = _new_mesh(config, device, part_group, topology)
-        return replace(made, policy=plan_policy.planned(profile.restrict_to(topology))) if profile else made
+        return replace(made, policy=plans_by_size.planned(profile.restrict_to(topology))) if profile else made
 
     partition = functools.partial(AxisPartition.over, group, setup.mesh, make_mesh=part)
     setup.partition = partition(slow_axes)
@@ -107,8 +107,8 @@ def _rules(config: CommConfig, given: PlanPolicy, profile: Profile | None, hides
         hides_host: whether communication overlaps with the host and the device. Else head groups are only used if they
             are set.
     """
-    policy = plan_policy.planned(profile) if profile and config.plan is None else given
-    policy = plan_policy.with_early_sends(policy, profile, config.synchronous)
+    policy = plans_by_size.planned(profile) if profile and config.plan is None else given
+    policy = plans_by_size.with_early_sends(policy, profile, config.synchronous)
     if not (profile and hides_host):
         return policy
     return replace(policy, splits_heads=functools.partial(head_groups.head_groups_pay, profile, policy.choose))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from xfuser_cocodiff.engine.attention.reshard import reshard
-from xfuser_cocodiff.engine.autotune import plan_policy, plan_selection
+from xfuser_cocodiff.engine.autotune import comm_setup, plans_by_size
 from xfuser_cocodiff.engine.autotune.comm_config import CommConfig
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -23,7 +23,7 @@ def early_sends(rank: int) -> list[bool]:
     """Return whether V is sent early with asynchronous and synchronous collectives, in eager code and in graphs."""
     config = CommConfig(topology=MACHINE.topology, profile=MACHINE)
     meshes = [
-        plan_selection.set_up_comm(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
+        comm_setup.set_up_comm(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
         for synchronous in (False, True)
     ]
     return [mesh.policy.sends_early(10**8, 3 * 10**8) for mesh in meshes] + [
@@ -38,7 +38,7 @@ def test_nothing_is_sent_early_with_synchronous_collectives() -> None:
 def reshard_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Return the stages counted for traced and for eager resharding, after comparing their results."""
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
-    mesh = dataclasses.replace(mesh, policy=plan_policy.planned(MACHINE))
+    mesh = dataclasses.replace(mesh, policy=plans_by_size.planned(MACHINE))
     tensor = torch.randn(1, 4, 8, 4)
 
     def reshard_between(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def slow_axes_of_groups(rank: int) -> tuple[list[str], list[str]]:
     config = CommConfig(topology=MACHINE.topology, slow_axes=None)
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    setup = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), max_over_all)
+    setup = comm_setup.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), max_over_all)
     return list(profile.slow_axes), list(setup.partition.slow_axis_names)
 
 
@@ -87,7 +87,7 @@ def coding_costs(rank: int) -> list[CodingCost | None]:
 
     configs = [CommConfig(topology=MACHINE.topology, slow_axes=slow_axes) for slow_axes in (None, ("node",))]
     setups = [
-        plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile), max_over_all)
+        comm_setup.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile), max_over_all)
         for config in configs
     ]
     return [setup.partition.coding_cost for setup in setups]
