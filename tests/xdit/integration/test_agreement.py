@@ -31,6 +31,7 @@ def test_reports_of_an_earlier_attempt_are_not_read(monkeypatch: pytest.MonkeyPa
 def _agree_in_a_second_job(rank: int, file: str) -> list[dict]:
     """Agree in a group of two ranks, of which one has agreed in a group of its own before."""
     agreement.TIMEOUT = timedelta(seconds=30)
+    dist.barrier()  # rank 1 may still be connecting
     dist.destroy_process_group()
     if rank == 0:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
