@@ -29,13 +29,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODES",
         help="modes, also with settings, such as balanced@bits=2;predictor=0 (%(default)s)",
     )
-    parser.add_argument("--mode", dest="modes", help=argparse.SUPPRESS)  # the former name, as of --size
+    parser.add_argument("--mode", dest="modes", help=argparse.SUPPRESS)  # the former name of --modes
     parser.add_argument("--prompt", nargs="+", help="prompts (default: some that small models know)")
     parser.add_argument("--seeds", type=positive, default=16, help="number of images per mode (%(default)s)")
     parser.add_argument("--steps", type=positive, default=50, help="denoising steps of each run (%(default)s)")
     parser.add_argument("--guidance_scale", type=float, metavar="SCALE", help="default: that of the pipeline")
     parser.add_argument("--resolution", type=positive, default=128, help="pixels per side (%(default)s)")
-    parser.add_argument("--size", dest="resolution", type=positive, help=argparse.SUPPRESS)
+    parser.add_argument("--size", dest="resolution", type=positive, help=argparse.SUPPRESS)  # the former name
     parser.add_argument("--frames", type=positive, default=9, help="frames of videos (%(default)s)")
     parser.add_argument(
         "--dtype",

@@ -43,7 +43,7 @@ class LoggingReporter(RunReporter):
         if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(store.states):
             self._log_once(
                 f"mode {self._mode!r}: {self._schedule}; measure this model with cocodiff quality --model NAME "
-                f"--steps {total or 'N'} --mode {self._mode!r}"
+                f"--steps {total or 'N'} --modes {self._mode.replace(',', ';')!r}"
             )
 
     def log_errors(self, errors: RunErrors, first_step: int, of_all_ranks: bool, has_yardsticks: bool) -> None:
