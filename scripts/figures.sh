@@ -38,9 +38,14 @@ paper() {
     predict peak --machine aurora --nodes 4 --model sd35 --resolution 2304 --modes default "${parts[@]}"
 }
 
+# Other systems, for docs/other_methods.md.
+rivals() {
+    predict rivals --machine ethernet-100 --nodes 2 --model flux1 --resolution 1024 --modes best_stock fp8 fp4 compact
+}
+
 machines &
-status=0
-paper || status=1
-wait $! || status=1
-[ $status = 0 ] || exit $status
+first=$!
+{ paper; rivals; } &
+wait "$first"
+wait "$!"
 python -m benchmarks.cluster.tables "$folder"

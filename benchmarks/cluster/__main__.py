@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _model(name: str) -> str:
     from xfuser_cocodiff.tools.simulation.workloads import find_workload
 
-    return find_workload(name).name
+    try:
+        return find_workload(name).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -14,10 +14,13 @@ from benchmarks.accelerator.program import Program
 from benchmarks.cluster import variants
 from benchmarks.cluster.cell import Cell
 from benchmarks.cluster.recording import KEYFRAME, Recording, record_split
-from benchmarks.cluster.rules import BYTES_PER_VALUE, STOCK
+from benchmarks.cluster.rules import COMBINED, SEPARATE, STOCK
 from benchmarks.cluster.variants import BEST_STOCK, Variant
 from benchmarks.full_size.architectures import ARCHITECTURES
 from xfuser_cocodiff.xdit.session.schedule_tuner import choose_by_saving
+
+_LOSSLESS_RULES = ("", STOCK, COMBINED, SEPARATE)
+"""Rules that send values as they are; the plugin has none."""
 
 
 @dataclass(eq=False)
@@ -63,7 +66,7 @@ class RecordedVariant:
             "bytes_per_link": {
                 axis: self._mean(self._full(partial(full_step_bytes, self.cell, axis))) for axis in axes
             },
-            "lossless": KEYFRAME not in self.recording.programs and self.variant.rule not in BYTES_PER_VALUE,
+            "lossless": KEYFRAME not in self.recording.programs and self.variant.rule in _LOSSLESS_RULES,
         }
 
     def _full(self, value_of: Callable[[Program], float]) -> dict[str, float]:

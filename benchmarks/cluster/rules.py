@@ -7,14 +7,17 @@ so only bytes are modeled.
 Sizes in shapes: P ranks of the Ulysses group, B batch, H heads, h = H / P, S sequence, D head dim.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 
 from benchmarks import bare_runtime
 from benchmarks.accelerator.device import EmulatedAccelerator
@@ -22,11 +25,18 @@ from benchmarks.accelerator.device import EmulatedAccelerator
 STOCK, COMBINED, SEPARATE = "stock", "stock-combined", "stock-separate"
 """Stock as the model calls it, and with Q, K and V in one message and in three."""
 BYTES_PER_VALUE = {
+    # xDiT's own on AMD: one scale for a tensor
+    "fp8": 1.0,
     # LightX2V: ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917
     "fp4": 1 / 2 + 1 / 16,
 }
 """Bytes per value of Q, K, V and O in the messages of other systems, with scales: FP4 has one in FP8 for 16 values."""
-RULES = (STOCK, COMBINED, SEPARATE, *BYTES_PER_VALUE)
+RING_BYTES_PER_VALUE = {
+    # CompactFusion, residuals to the last step: Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)
+    "compact": 1 / 4,
+}
+"""Bytes per value of K and V in the rings of other systems; their few scales are left out."""
+RULES = (STOCK, COMBINED, SEPARATE, *BYTES_PER_VALUE, *RING_BYTES_PER_VALUE)
 
 
 @contextmanager
@@ -56,14 +66,54 @@ def _replacements(
     """Return the functions of USP's module to replace, by name, given its all-to-all of one tensor."""
     if rule == SEPARATE:
         return {"_combined_qkv_all_to_all": lambda *tensors: tuple(map(single, tensors))}
+    if rule in RING_BYTES_PER_VALUE:
+        ring = bare_runtime.process_groups()[1]
+        return {"ring_attn": functools.partial(coded_ring, ring, device, RING_BYTES_PER_VALUE[rule])}
     if rule not in BYTES_PER_VALUE:
         return {}
     coded = CodedUlysses(bare_runtime.process_groups()[0], device, BYTES_PER_VALUE[rule])
     return {
-        "_ft_c_input_all_to_all": lambda tensor: coded.exchange_inputs([tensor])[0],
-        "_combined_qkv_all_to_all": lambda *tensors: tuple(coded.exchange_inputs(tensors)),
-        "_ft_c_output_all_to_all": coded.exchange_output,
+        "_ft_c_input_all_to_all": lambda tensor: coded.send_inputs([tensor])[0],
+        "_combined_qkv_all_to_all": lambda *tensors: tuple(coded.send_inputs(tensors)),
+        "_ft_c_output_all_to_all": coded.send_output,
     }
+
+
+def coded_ring(
+    group: dist.ProcessGroup,
+    device: EmulatedAccelerator,
+    bytes_per_value: float,
+    attention: Callable[..., tuple[torch.Tensor, ...]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Return O: attention to each rank's K and V, while the next are in flight as residuals to those of the last step.
+
+    Args:
+        group: the ring.
+        device: runs the kernels.
+        bytes_per_value: size of an encoded value.
+        attention: xDiT's attention function.
+        query: Q (B, H, S/P, D).
+        key: as `query`.
+        value: as `query`.
+        options: keyword arguments of the attention function.
+    """
+    ranks, merger = group.size(), _SDPAMerger(convert_to_f32=True, seq_dim=1)
+    values, reference = torch.stack([key, value]), torch.empty(2, *key.shape, dtype=key.dtype, device=key.device)
+    size = round(bytes_per_value * values.numel())
+    message, _ = device.run_kernel([values, reference], [(size,), (reference.nbytes,)], torch.uint8)
+    for block in range(ranks):
+        is_last = block == ranks - 1
+        in_flight = None if is_last else collectives.permute_tensor(message, [*range(1, ranks), 0], group)
+        output, lse, *_ = attention(query, key, value, **options)
+        merger.step(output, lse, partial=False)
+        if in_flight is not None:
+            message = _wait(in_flight)
+            key, value = device.run_kernel([message, reference], [reference.shape], reference.dtype)[0]
+    return merger.results()[0]
 
 
 class CodedUlysses:
@@ -78,13 +128,13 @@ class CodedUlysses:
     def __init__(self, group: dist.ProcessGroup, device: EmulatedAccelerator, bytes_per_value: float) -> None:
         self._group, self._device, self._bytes_per_value = group, device, bytes_per_value
 
-    def exchange_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def send_inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors (B, H, S/P, D), sent in one message, as (B, h, S, D)."""
         ranks, sizes = self._group.size(), [each.shape for each in tensors]
         shapes = [(batch, heads // ranks, tokens * ranks, dim) for batch, heads, tokens, dim in sizes]
         return self._device.run_kernel([self._send(tensors)], shapes, tensors[0].dtype)
 
-    def exchange_output(self, output: torch.Tensor) -> torch.Tensor:
+    def send_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return O (B, h, S, D) as (B, H, S/P, D)."""
         ranks, (batch, heads, tokens, dim) = self._group.size(), output.shape
         shape = batch, heads * ranks, tokens // ranks, dim
@@ -94,5 +144,8 @@ class CodedUlysses:
         """Encode tensors, and return the message that arrives."""
         size = round(self._bytes_per_value * sum(each.numel() for each in tensors))
         [message] = self._device.run_kernel(tensors, [(size,)], torch.uint8)
-        received = collectives.all_to_all_single(message, None, None, self._group)
-        return received.wait() if isinstance(received, collectives.AsyncCollectiveTensor) else received
+        return _wait(collectives.all_to_all_single(message, None, None, self._group))
+
+
+def _wait(in_flight: torch.Tensor) -> torch.Tensor:
+    return in_flight.wait() if isinstance(in_flight, collectives.AsyncCollectiveTensor) else in_flight

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.cluster.cell import Cell
-from benchmarks.cluster.rules import COMBINED, RULES, SEPARATE, STOCK
+from benchmarks.cluster.rules import COMBINED, RING_BYTES_PER_VALUE, RULES, SEPARATE, STOCK
 from xfuser_cocodiff.engine.compression.default_mode import EXACT, MODES
 from xfuser_cocodiff.tools.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.tools.simulation.step_time import rank_splits
@@ -28,7 +28,7 @@ DEFAULT_MODES = (BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced",
 """What DEFAULT stands for; without the lossy modes where no axis is slow for the device, since they equal `exact`."""
 _LARGEST_SLOWDOWN = 1.3
 """Simulated step time over the best one up to which a split of a mode is predicted from recorded steps. The simulator
-is asked to be within 10 %, so that the fastest split is far inside."""
+is within 10 %, so the fastest split is far inside."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
             split = flat if has_flat else _fastest(cell, OPTIONS[name][MODE])
             variants.append(Variant(name, split, options=OPTIONS[name]))
         elif name != STOCK:
-            variants.append(Variant(name, flat if has_flat else _fastest(cell, STOCK), name))
+            is_flat = has_flat and name not in RING_BYTES_PER_VALUE
+            variants.append(Variant(name, flat if is_flat else _fastest(cell, STOCK), name))
     return variants
 
 

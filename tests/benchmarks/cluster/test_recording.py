@@ -37,6 +37,16 @@ def test_stock_and_rules_are_recorded_in_a_process_of_their_own() -> None:
     assert rows["stock"]["lossless"] and not rows["fp4"]["lossless"]
 
 
+def test_a_coded_ring_sends_an_eighth_of_k_and_v() -> None:
+    cell, split = Cell(MACHINES["ethernet-100"], 2, "flux.1-dev", 768), UlyssesRingSplit(8, 2)
+    variants = [Variant(name, split, name) for name in ("stock", "compact")]
+    recordings = record_split(cell, split, variants)
+    rows = [RecordedVariant(cell, each, recordings[each.name]).row() for each in variants]
+    stock, coded = (row["bytes_per_link"] for row in rows)
+    assert coded == {"gpu": stock["gpu"], "node": pytest.approx(stock["node"] / 8, rel=0.02)}
+    assert [row["lossless"] for row in rows] == [True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "gathered"), [("balanced", ("node",)), ("paper", ())])
 def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, gathered: tuple[str, ...]) -> None:
