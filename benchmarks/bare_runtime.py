@@ -51,12 +51,11 @@ def init_runtime_state(heads: int, text_tokens: int) -> None:
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def start_runtime_state(transformer: Any, **flags: Any) -> None:
+def start_runtime_state(transformer: Any) -> None:
     """Start xDiT's runtime state for a transformer on these ranks, in place of an earlier one.
 
     Args:
         transformer: anything with the `config` of a transformer.
-        flags: further flags of xDiT, such as `use_fp8_comms`.
 
     Raises:
         RuntimeError: the Ulysses degree does not divide the heads, without the plugin.
@@ -65,7 +64,7 @@ def start_runtime_state(transformer: Any, **flags: Any) -> None:
     from xfuser.core.distributed import initialize_runtime_state
 
     ulysses, ring = (group.size() for group in process_groups())
-    arguments = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring, **flags)
+    arguments = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring)
     engine_config, _ = arguments.create_config()
     pipeline = SimpleNamespace(transformer=transformer, vae_scale_factor=PIXELS_PER_LATENT)
     initialize_runtime_state(pipeline, engine_config)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.layer_table
 
-It sorts kernels by what they depend on: those of Q and K are what V does not need; a parallel MLP is what neither Q, K
-and V need, nor the output of attention.
+It sorts kernels by what they depend on. Kernels before attention that V does not need are those of Q and K; those that
+Q, K and V do not need are a parallel MLP.
 """
 
 import json
@@ -27,7 +27,7 @@ from xfuser_cocodiff.tools.simulation.workloads import WORKLOADS, Workload
 from xfuser_cocodiff.xdit.settings.ring_placement import UlyssesRingSplit
 
 RESOLUTION = 480
-"""Of the recorded calls. Numbers of tokens then all differ, which tells whose tokens a kernel processes."""
+"""Resolution of the recorded calls. All numbers of tokens differ at it, which tells whose tokens a kernel processes."""
 _MATMULS = ("mm", "addmm", "bmm")
 
 

@@ -42,7 +42,7 @@ def construct(name: str, sizes: Mapping[str, Any]) -> torch.nn.Module:
     return transformer
 
 
-def wrap(name: str, transformer: torch.nn.Module, **flags: Any) -> torch.nn.Module:
+def wrap(name: str, transformer: torch.nn.Module) -> torch.nn.Module:
     """Start a runtime state for a transformer, and return the transformer ready for the sequence-parallel group.
 
     Heads that are not divisible by the Ulysses degree pass xDiT's check, for a session that zero-pads them.
@@ -50,12 +50,11 @@ def wrap(name: str, transformer: torch.nn.Module, **flags: Any) -> torch.nn.Modu
     Args:
         name: name of the model.
         transformer: a transformer from :func:`construct`.
-        flags: further flags of xDiT for the runtime state.
     """
     degree, heads = bare_runtime.process_groups()[0].size(), transformer.config.num_attention_heads
     # As xDiT's runner of Z-Image does, whose attention zero-pads too: the config is for the check only.
     transformer.register_to_config(num_attention_heads=-(-heads // degree) * degree)
-    bare_runtime.start_runtime_state(transformer, **flags)
+    bare_runtime.start_runtime_state(transformer)
     if name != "sd3.5-large":
         return transformer
     from xfuser.model_executor.models.transformers.transformer_sd3 import xFuserSD3Transformer2DWrapper

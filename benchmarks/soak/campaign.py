@@ -38,7 +38,7 @@ class Plan:
         return draw(random.Random(f"{self.seed} request {which}"))
 
     def fault(self, number: int) -> Fault | None:
-        """Return the fault that strikes a request; None for most. Kinds take turns."""
+        """Return the fault that strikes a request; None for most. Kinds alternate."""
         turn, last = divmod(number + 1, FAULT_EVERY)
         if last:
             return None

@@ -32,7 +32,7 @@ class RankEngines:
 
         self._rank = rank
         self._runners: dict[str, Any] = {}
-        """By model."""
+        """Runners by model."""
         self._latents: torch.Tensor | None = None
         """Final latents of the last run; None on ranks that decode nothing."""
         self._current: list[str] = []

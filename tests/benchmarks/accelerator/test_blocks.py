@@ -17,7 +17,7 @@ H100 = ACCELERATORS["h100-sxm"]
 
 
 def run_blocks(rank: int, accelerator: Accelerator, sizes: list[tuple[int, int]]) -> dict:
-    """Return kernel seconds and launches of FLUX.1's blocks at full width."""
+    """Return kernel seconds of FLUX.1's blocks at full width."""
     from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 
     from benchmarks.accelerator.device import EmulatedAccelerator
@@ -34,7 +34,7 @@ def run_blocks(rank: int, accelerator: Accelerator, sizes: list[tuple[int, int]]
                 emulator.begin_step()
                 module(*streams, modulation, (angles, angles))
                 program = emulator.end_step()
-                results[kind, image, text] = sum(program.kernels), len(program.kernels)
+                results[kind, image, text] = sum(program.kernels)
     return results
 
 
@@ -44,12 +44,11 @@ def run_blocks(rank: int, accelerator: Accelerator, sizes: list[tuple[int, int]]
 def test_blocks_of_full_width_take_what_the_simulator_predicts(accelerator: Accelerator) -> None:
     [measured] = ranks.run(run_blocks, 1, accelerator, [(4096, 512), (512, 64)])
     kinds = {kind.name: kind for kind in FLUX.kinds}
-    for (name, image, text), (seconds, launches) in measured.items():
+    for (name, image, text), seconds in measured.items():
         counts = {IMAGE: image, TEXT: text, JOINT: image + text, ROW: 1}
         predicted = sum(work.seconds(counts, FLUX.width, accelerator) for work in kinds[name].parts)
         attention = FLUX.attention_flops(image + text, image + text, FLUX.heads)
         assert seconds == pytest.approx(predicted + attention / accelerator.attention_flops, rel=0.03)
-        assert launches == kinds[name].kernels
 
 
 def zeros(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

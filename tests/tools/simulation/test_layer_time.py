@@ -8,15 +8,14 @@ from xfuser_cocodiff.tools.simulation.layer_time import Computation, Schedule, l
 
 ROUND = Accelerator("round", 1e9, 1e9, 1e9, 1e9, 0.0, launch_seconds=0.0, collective_host_seconds=0.0)
 COMPUTED = Computation(query_key=2.0, parallel=0.0, attention=6.0, rest=1.0, host=0.0)
-NO_RING = Message()
 
 
 def message(seconds: float, codec_seconds: float = 0.0) -> Message:
     return Message(seconds, {}, 1, 1.0, codec_seconds=codec_seconds)
 
 
-def device_seconds(schedule: Schedule, gather: Message = NO_RING, ring: int = 1) -> float:
-    return layer_time(COMPUTED, schedule, gather, ring, ROUND, overlaps=True).device
+def device_seconds(schedule: Schedule) -> float:
+    return layer_time(COMPUTED, schedule, Message(), 1, ROUND, overlaps=True).device
 
 
 @pytest.mark.parametrize(

@@ -106,16 +106,16 @@ class _PairProbe:
         return Pairs(self._assemble(latency), self._assemble(bandwidth))
 
     def _latency(self, peer: int) -> float:
-        times = [self._exchange(peer, PING_BYTES) for _ in range(PINGS)]
+        times = [self._round_trip(peer, PING_BYTES) for _ in range(PINGS)]
         return min(times[1:])  # the first one opens the connection
 
     def _bandwidth(self, peer: int) -> float:
-        size, seconds = FIRST_BYTES, self._exchange(peer, FIRST_BYTES)
+        size, seconds = FIRST_BYTES, self._round_trip(peer, FIRST_BYTES)
         while self._decide(peer, seconds < ENOUGH_SECONDS and size < LAST_BYTES):
             size *= GROWTH
-            seconds = self._exchange(peer, size)
+            seconds = self._round_trip(peer, size)
         if self._decide(peer, seconds < BRIEF_SECONDS):
-            seconds = min(seconds, self._exchange(peer, size), self._exchange(peer, size))
+            seconds = min(seconds, self._round_trip(peer, size), self._round_trip(peer, size))
         return size / seconds
 
     def _decide(self, peer: int, proposal: bool) -> bool:
@@ -124,7 +124,7 @@ class _PairProbe:
         self._wait(self._post((dist.isend if self._rank < peer else dist.irecv, decision, peer)), peer)
         return bool(decision.item())
 
-    def _exchange(self, peer: int, size: int) -> float:
+    def _round_trip(self, peer: int, size: int) -> float:
         """Send and receive `size` bytes at once; return the seconds until the peer's message has arrived."""
         for count in (1, size):  # the first byte synchronizes the pair
             sent, received = (torch.zeros(count, dtype=torch.uint8, device=self._device) for _ in range(2))
