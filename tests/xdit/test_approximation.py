@@ -126,9 +126,6 @@ def test_lossy_modes_work_with_step_caches(model: str, method: str, config: dict
         assert sent[0] == max(sent) > min(sent), "the cache skipped no layer, so this test shows nothing"
 
 
-BY_HEADS, GATHERED = "hierarchical", "hierarchical:gpu,node=kv"
-
-
 def transformer(name: str, **config: object) -> torch.nn.Module:
     """Return a transformer whose class has a name, in a wrapper."""
     base = type(name, (torch.nn.Module,), {"config": SimpleNamespace(**config)})

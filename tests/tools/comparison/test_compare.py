@@ -52,16 +52,15 @@ SCRIPT = """
     if "--fail" in sys.argv:
         raise ValueError("no such scheduler")
     steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 10}}]
-    is_different = "--differ" in sys.argv or {"--differ-if-fast", "--cocodiff_mode=fast"} <= {*sys.argv}
+    is_different = {"--differ-if-fast", "--cocodiff_mode=fast"} <= {*sys.argv}
     digest = "plugin" if is_plugin and is_different else "stock"
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
     modes = [word.partition("=")[2] for word in sys.argv if word.startswith("--cocodiff_mode=")]
-    degrees = {"degree": int(sys.argv[2]), "ring_degree": 1 + sys.argv.count("--ring_degree")}
+    degrees = {"degree": int(sys.argv[2]), "ring_degree": 1}
     engine = {"rank": rank, "arguments": sys.argv, "topology": None, "device": "CPU", **degrees}
     engine["exchange"] = {"flat": "heads"} if is_plugin else {}
     engine["mode"] = (modes or ["exact"])[0] if is_plugin else None
-    if "--silent" not in sys.argv:
-        (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
 """
 
 

@@ -226,6 +226,13 @@ def test_compressed_fraction_or_reason_is_recorded(tmp_path: Path) -> None:
     assert not any("compressed" in note for note in report.notes(exact))
 
 
+@pytest.mark.parametrize(("ring_degree", "is_silent"), [(1, True), (4, False)])
+def test_a_ring_without_ulysses_communicates(tmp_path: Path, ring_degree: int, is_silent: bool) -> None:
+    compared = make_record(tmp_path)
+    compared["runs"][1] |= {"degree": 1, "ring_degree": ring_degree}
+    assert any("there is no communication" in note for note in report.notes(compared)) == is_silent
+
+
 def test_unknown_metrics_are_null(tmp_path: Path) -> None:
     uncounted = [[run(step(0.1))]] * 2
     for name, latents in {"none": None, "nan": torch.full((8,), torch.nan)}.items():

@@ -1,8 +1,11 @@
 """Options in xDiT's own parsers, agreement of all ranks on a config, and errors that all ranks raise."""
 
 import argparse
+import copy
+import dataclasses
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from unittest import mock
@@ -80,6 +83,21 @@ def test_config_is_the_same_on_every_rank() -> None:
     assert ranks.run(configs_in_turn, 4, cases) == [expected] * 4
 
 
+def copied_configs(rank: int) -> list[bool]:
+    """Return whether copies of xDiT's config have the plugin's config."""
+    engine_config, _ = parse(["--ulysses_degree", "2", "--use_cocodiff"], False).create_config()
+    sequence = engine_config.parallel_config.sp_config
+    copies = (
+        *(dataclasses.replace(sequence), dataclasses.replace(sequence, ring_degree=2), copy.copy(sequence)),
+        *(copy.deepcopy(sequence), pickle.loads(pickle.dumps(sequence))),
+    )
+    return [each.cocodiff == sequence.cocodiff is not None for each in copies]
+
+
+def test_config_survives_in_copies_of_xdits() -> None:
+    assert ranks.run(copied_configs, 2) == [[True] * 5] * 2
+
+
 def start_session(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> str:
     """Make a config and then process groups, as a script does."""
     from types import SimpleNamespace
@@ -146,6 +164,7 @@ ENABLED, BAD = {"COCODIFF_ENABLE": "1"}, {"COCODIFF_ENABLE": "1", "COCODIFF_A2A"
         ([BAD], ["COCODIFF_A2A: 'ring' is not valid", "'hierarchical'"], False),
         ([{}, {}, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"], True),
         ([ENABLED, {}, {}], ["--use_cocodiff: rank 0: given; ranks 1, 2: not given"], True),
+        ([{}, ENABLED, ENABLED], ["--use_cocodiff: rank 0: not given; ranks 1, 2: given"], False),
     ],
 )
 def test_error_of_one_rank_is_raised_on_all(environments: list, words: list[str], hosted: bool) -> None:

@@ -1,10 +1,12 @@
 """Kernels that fail on one rank are replaced on all ranks, with one warning, and are not used where no axis is slow."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel, Lumina2Transformer2DModel, WanTransformer3DModel
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
@@ -24,7 +26,12 @@ FAST, PYTORCH = 1e12, 1e3
 
 
 def started(
-    rank: int, failures: list[str | None], errors: list[bool], backends: list[str], link: float
+    rank: int,
+    failures: list[str | None],
+    errors: list[bool],
+    backends: list[str],
+    link: float,
+    slow_axes: Any = MEASURED_SLOW_AXES,
 ) -> tuple[str, bool, str | None, list[str], list[str], list]:
     """Start a session with kernels that fail the self-check, or raise an error in the codec probe.
 
@@ -33,7 +40,7 @@ def started(
     """
     group, *_ = start(rank, depth=1)
     topology = Topology.parse("2x1", 2)
-    config = CocoDiffConfig(topology=topology, mode="balanced", schedule="bits=4", slow_axes=MEASURED_SLOW_AXES)
+    config = CocoDiffConfig(topology=topology, mode="balanced", schedule="bits=4", slow_axes=slow_axes)
     links = profile_of([2, 1], [link, link], 1e-6, 1e-6)
     links = TuningCache({}, links.with_codec(0.0, 0.0))
     checks: list[tuple] = []
@@ -103,6 +110,13 @@ def test_a_failure_on_one_rank_is_named_as_the_reason_on_all(
         assert "slow is an axis below 1e-07 GB/s" in line and "kernels: torch, since others fail" in line
 
 
+def test_a_failure_makes_named_axes_slower_and_not_lossless() -> None:
+    results = ranks.run(started, 2, [None, "bits"], [False] * 2, TRITON, 5e7, ("node",))
+    for used, is_lossy, _, warnings, *_ in results:
+        assert (used, is_lossy) == ("torch", True)
+        assert "which are slower" in warnings[0] and "lossless" not in warnings[0]
+
+
 def test_no_kernel_is_used_where_no_axis_can_be_slow() -> None:
     """Neither compiled, nor timed or checked: links are nearly as fast as copies."""
     for used, is_lossy, reason, warnings, infos, checks in ranks.run(
@@ -111,3 +125,16 @@ def test_no_kernel_is_used_where_no_axis_can_be_slow() -> None:
         assert (used, is_lossy, checks, warnings) == ("auto", False, [], [])
         assert "no axis of the topology" in reason
         assert any("% of a copy" in line for line in infos)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "head_dim"),
+    [
+        (FluxTransformer2DModel, {"num_single_layers": 1, "attention_head_dim": 16}, 16),
+        (Lumina2Transformer2DModel, {"hidden_size": 72, "num_refiner_layers": 1}, 36),
+        (WanTransformer3DModel, {"attention_head_dim": 32, "ffn_dim": 8}, 32),
+    ],
+)
+def test_kernels_are_checked_for_the_values_of_the_model(model: Any, options: dict[str, int], head_dim: int) -> None:
+    transformer = model(num_attention_heads=2, num_layers=1, **options).half()
+    assert kernel_check.value_format(SimpleNamespace(transformer=transformer)) == (head_dim, torch.float16)

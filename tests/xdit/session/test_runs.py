@@ -160,6 +160,3 @@ def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
     for _ in range(3):
         session.end_step()
     assert "no attention layer called xDiT's USP" in warned[-1] == warned[1]
-
-
-# Whole loops around xDiT's FLUX, on real ranks.
