@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import kernel_check, start_messages, startup
 from xfuser_cocodiff.xdit.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 
-FORMAT = kernel_check.ValueFormat(64, torch.float16)
+FORMAT = kernel_check.HeadFormat(64, torch.float16)
 FAST, PYTORCH = 1e12, 1e3
 """Throughput of the codec with Triton's and with PyTorch's kernels, far above and below that of links."""
 
@@ -137,4 +137,4 @@ def test_no_kernel_is_used_where_no_axis_can_be_slow() -> None:
 )
 def test_kernels_are_checked_for_the_values_of_the_model(model: Any, options: dict[str, int], head_dim: int) -> None:
     transformer = model(num_attention_heads=2, num_layers=1, **options).half()
-    assert kernel_check.value_format(SimpleNamespace(transformer=transformer)) == (head_dim, torch.float16)
+    assert kernel_check.head_format(SimpleNamespace(transformer=transformer)) == (head_dim, torch.float16)

@@ -6,8 +6,8 @@ import torch
 from benchmarks import bare_runtime
 from tests import ranks
 from tests.xdit.attention.test_overlap import start
+from xfuser_cocodiff.engine.compression.head_format import HeadFormat
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheckError
-from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import startup
@@ -24,7 +24,7 @@ def run(rank: int, topology: str, plan: str | None) -> tuple[int, str]:
     parsed = Topology.parse(topology, size)
     plan = plan and Plan.parse(plan, parsed)
     config = CocoDiffConfig(topology=parsed, mode="balanced", slow_axes=("node",), plan=plan)
-    session = startup.create_session(group, config, values=ValueFormat())
+    session = startup.create_session(group, config, values=HeadFormat())
     bare_runtime.use_session(session)
     session.begin_run(STEPS)
     for number in range(STEPS):

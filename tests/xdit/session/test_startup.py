@@ -10,7 +10,7 @@ from tests import ranks
 from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS, SIZE, Run
 from xfuser_cocodiff.engine.codec import kernels
-from xfuser_cocodiff.engine.compression.value_format import ValueFormat
+from xfuser_cocodiff.engine.compression.head_format import HeadFormat
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import active
@@ -39,7 +39,7 @@ def start_lossless(rank: int) -> None:
         for name in ("_kernels", "_module", "backend_for"):
             traps.enter_context(mock.patch.object(kernels, name, side_effect=AssertionError(name)))
         config = CocoDiffConfig(topology=Topology.parse("2x1", 2), mode="exact")
-        bare_runtime.use_session(startup.create_session(group, config, values=ValueFormat()))
+        bare_runtime.use_session(startup.create_session(group, config, values=HeadFormat()))
         active().begin_run(3)
         for _ in range(3):
             step()

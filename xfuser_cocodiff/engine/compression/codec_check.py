@@ -17,10 +17,10 @@ from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.codec.codec import Codec
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.head_format import USUAL_VALUES, HeadFormat
 from xfuser_cocodiff.engine.compression.loopback import BY_HEADS, NUM_SLOTS, Loopback
 from xfuser_cocodiff.engine.compression.modes import DEFAULT_STEPS
 from xfuser_cocodiff.engine.compression.rate_control import LEVELS
-from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
 
 _MESSAGES = (BY_HEADS, ("v", "qk"), ("kv",))
 """Messages of a layer: by heads, by heads with V first, and with K and V gathered."""
@@ -52,7 +52,7 @@ def failure(
     mode: str,
     overrides: str | None,
     device: torch.device,
-    values: ValueFormat = USUAL_VALUES,
+    values: HeadFormat = USUAL_VALUES,
     tokens: int = _TOKENS,
 ) -> str | None:
     """Return why the kernels of a choice must not be used on this device, or None if they passed.

@@ -30,7 +30,7 @@ def start_session(pipeline: Any, config: CocoDiffConfig, is_compiled: bool) -> S
     if virtual is None:
         return Session(config, lossless_reason=start_messages.no_slow_axis(config, config.virtual))
     try:
-        kernel_check.check(config, None, kernel_check.value_format(pipeline))
+        kernel_check.check(config, None, kernel_check.head_format(pipeline))
     except KernelError as error:
         warn_once(start_messages.other_kernels(str(error), config.mode))
         config = replace(config, kernels=kernels.TORCH)

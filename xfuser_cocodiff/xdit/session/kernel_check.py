@@ -8,7 +8,7 @@ from torch import nn
 
 from xfuser_cocodiff.engine.codec import kernels
 from xfuser_cocodiff.engine.comm.rank_results import RankError, gather_results
-from xfuser_cocodiff.engine.compression.value_format import USUAL_VALUES, ValueFormat
+from xfuser_cocodiff.engine.compression.head_format import USUAL_VALUES, HeadFormat
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
@@ -24,12 +24,12 @@ class KernelError(RuntimeError):
     """Kernels cannot be used, since they fail on a rank or differ between ranks; the same error on every rank."""
 
 
-def value_format(pipeline: Any) -> ValueFormat:
+def head_format(pipeline: Any) -> HeadFormat:
     """Return head dim and type of the values of a pipeline's attention; usual ones where it has no such module."""
     transformer = getattr(pipeline, "transformer", None)
     for module in transformer.modules() if isinstance(transformer, nn.Module) else ():
         if hasattr(module, "inner_dim") and hasattr(module, "heads"):
-            return ValueFormat(module.inner_dim // module.heads, transformer.dtype)
+            return HeadFormat(module.inner_dim // module.heads, transformer.dtype)
     return USUAL_VALUES
 
 
@@ -49,7 +49,7 @@ def measure_codec(config: CocoDiffConfig, group: dist.ProcessGroup | None) -> "C
     return codec_probe.CodecSpeed(min(speed for speed, _ in speeds), max(seconds for _, seconds in speeds))
 
 
-def check(config: CocoDiffConfig, group: dist.ProcessGroup | None, values: ValueFormat = USUAL_VALUES) -> None:
+def check(config: CocoDiffConfig, group: dist.ProcessGroup | None, values: HeadFormat = USUAL_VALUES) -> None:
     """Check the kernels of a lossy mode, which also compiles them. All ranks must call this.
 
     Kernels of CPUs are not checked: tests cover them.

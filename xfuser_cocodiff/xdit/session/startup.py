@@ -17,9 +17,9 @@ from xfuser_cocodiff.engine.comm import plan_check
 from xfuser_cocodiff.engine.comm.plan_check import CheckedMesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.default_mode import EXACT
+from xfuser_cocodiff.engine.compression.head_format import HeadFormat
 from xfuser_cocodiff.engine.compression.reference_check import ReferenceCheck
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
-from xfuser_cocodiff.engine.compression.value_format import ValueFormat
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching import host
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_once
@@ -126,7 +126,7 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
         ring_group=None if usp_is_unknown or is_compiled else ring_group,
         # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
         may_gather=parallel.ring_degree == 1 and parallel.pp_degree == 1,
-        values=kernel_check.value_format(pipeline),
+        values=kernel_check.head_format(pipeline),
     )
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
@@ -170,7 +170,7 @@ def create_session(
     cache: TuningCache | None = None,
     ring_group: dist.ProcessGroup | None = None,
     may_gather: bool = True,
-    values: ValueFormat | None = None,
+    values: HeadFormat | None = None,
 ) -> Session:
     """Return a session for the ranks of a Ulysses group, and of a ring. All of them must call this.
 
@@ -233,7 +233,7 @@ def _load_cache(part: str, group: dist.ProcessGroup, config: CocoDiffConfig, top
 
 
 def _set_up(
-    groups: Sequence[_Group], config: CocoDiffConfig, may_gather: bool, values: ValueFormat | None
+    groups: Sequence[_Group], config: CocoDiffConfig, may_gather: bool, values: HeadFormat | None
 ) -> list[CommSetup]:
     """Return mesh, plans and tuning cache of the Ulysses group, and of the ring if there is one, on one comm stream.
 

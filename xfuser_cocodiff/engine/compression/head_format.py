@@ -1,11 +1,11 @@
-"""The format of a model's values, for which kernels are compiled."""
+"""The head dim and dtype of a model's Q, K, V and O, for which kernels are compiled."""
 
 from typing import NamedTuple
 
 import torch
 
 
-class ValueFormat(NamedTuple):
+class HeadFormat(NamedTuple):
     """What kernels are compiled for, of the values of a model."""
 
     head_dim: int = 128
@@ -14,4 +14,4 @@ class ValueFormat(NamedTuple):
     """Type of Q, K, V and O."""
 
 
-USUAL_VALUES = ValueFormat()
+USUAL_VALUES = HeadFormat()
