@@ -182,6 +182,7 @@ def runnable(page: str, *programs: str) -> Iterator[str]:
 def run(text: str, folder: Path) -> str:
     """Run a block in a shell with the commands of this environment; return its output."""
     variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = str(REPOSITORY)  # as in the clone, whose folder gets no files
     done = subprocess.run(
         ["bash", "-euc", text],
         cwd=folder,
