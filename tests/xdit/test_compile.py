@@ -70,7 +70,8 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
 @pytest.mark.parametrize(
     ("degree", "dynamic", "record", "configs"),
     [
-        slow(4, None, True, [AUTO, BALANCED]),  # two layers are quick in test_traced_codecs
+        (2, None, False, [BALANCED]),
+        slow(4, None, True, [AUTO, BALANCED]),
         slow(2, True, False, [BY_PROFILE, ("hierarchical:node=kv",)]),
     ],
 )
