@@ -171,7 +171,7 @@ def end_before_a_failure(rank: int, end: str, is_called: bool) -> None:
             sys.last_value = ValueError()  # as the interpreter sets it before it exits
         atexit._run_exitfuncs()
         os._exit(0)
-    time.sleep(2)
+    time.sleep(2 if rank else 3)  # rank 0 fails after rank 1 has called its collective
     if rank:
         with failure_detection.report_failed_ranks([0, 1], "node") if is_called else nullcontext():
             time.sleep(10)
