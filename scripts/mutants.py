@@ -6,7 +6,7 @@ fails: those of `tests` in the list, or else tests/a/b for xfuser_cocodiff/a/b/c
 and hangs if they have not ended after --guard seconds. If the test that fails does so without the bug too, the result
 is "unsound". Run it in the environment of scripts/test.sh.
 
-    python scripts/mutants.py                           # all of them, which takes hours
+    python scripts/mutants.py                           # all of them, in a quarter of an hour
     python scripts/mutants.py --only 'engine/comm|ring' # those whose file or name matches
     python scripts/mutants.py --json mutants.json       # write results to a file, and skip those that it has
 """
