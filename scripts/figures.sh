@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the predicted tables of README.md and docs/ from recorded steps, on the CPU, in half an hour on two cores.
+# Makes the predicted tables of README.md and docs/ from recorded steps, on the CPU, in ten minutes on two cores.
 #   scripts/figures.sh FOLDER     a folder for the records; those that it has are not made again
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: scripts/figures.sh FOLDER" >&2; exit 2; }
