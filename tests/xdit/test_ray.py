@@ -36,7 +36,9 @@ def ray_folder() -> Iterator[str]:
 def launch(folder: Path, ray_folder: str, flags: list[str], **variables: str) -> Image.Image:
     """Run the script and return its picture."""
     folder.mkdir()
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "RAY_ADDRESS")}
+    # Ray takes an empty CUDA_VISIBLE_DEVICES, which scripts/test.sh sets, for no GPU.
+    left_out = ("RANK", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
+    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
     environment = {**inherited, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
         [sys.executable, str(STOCK / "ray_flux_script.py"), *ARGUMENTS, *flags],
