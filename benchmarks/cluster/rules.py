@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 
 from benchmarks import bare_runtime
 from benchmarks.accelerator.device import EmulatedAccelerator
@@ -101,6 +100,9 @@ def coded_ring(
         value: as `query`.
         options: keyword arguments of the attention function.
     """
+    # Not every PyTorch that runs the other benchmarks has this module.
+    from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
+
     ranks, merger = group.size(), _SDPAMerger(convert_to_f32=True, seq_dim=1)
     values, reference = torch.stack([key, value]), torch.empty(2, *key.shape, dtype=key.dtype, device=key.device)
     size = round(bytes_per_value * values.numel())
