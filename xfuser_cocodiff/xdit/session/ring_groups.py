@@ -17,7 +17,7 @@ _placement = ContextVar("placement", default=OUTER)
 
 
 def patches() -> list[Patch]:
-    """Return the patches that place the groups, where :func:`placed`."""
+    """Return the patches that place the groups, in a context of :func:`placed`."""
     return [
         # In the package, from which xDiT imports it when it makes its groups.
         Patch(
